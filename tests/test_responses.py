@@ -55,7 +55,7 @@ def look(is_busy, monkeypatch):
     def note(what):
         # The keeper looks for holds whose thread or event loop has ended.
         for hold in keeper.holds:
-            assert not hold.is_abandoned
+            assert not hold.is_orphaned
         seen.append((what, is_busy(KEY)))
         return what
 

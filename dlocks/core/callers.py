@@ -193,11 +193,15 @@ def _clean_up() -> None:
 
 
 def has_ended(caller: Caller) -> bool:
-    """Return whether a thread has ended, or the event loop of a task was closed."""
+    """Return whether a thread has ended, or the event loop of a task was closed.
+
+    The main thread ends with the process. Exit handlers run in it, and other threads
+    may still work, when its ``is_alive()`` returns False already.
+    """
     # Some libraries replace Thread and Task, so isinstance() does not work.
     if hasattr(caller, "get_loop"):
         return caller.get_loop().is_closed()
-    return not is_alive(caller)
+    return caller is not threading.main_thread() and not is_alive(caller)
 
 
 def last_acquired(lock: Any, caller: Caller, *, take: bool = False) -> Any:
@@ -332,6 +336,13 @@ def forget_block(block: Block) -> None:
             _blocks[block[0]] = left
         else:
             _blocks.pop(block[0], None)
+
+
+def is_in_block(state: Any) -> bool:
+    """Return whether a ``with lock`` block that holds a key is open."""
+    with _mutex:
+        holds = [block[2] for blocks in _blocks.values() for block in blocks]
+    return any(state in hold._state.parts for hold in holds)
 
 
 def _is_over(caller: Caller) -> bool:

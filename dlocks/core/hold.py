@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
 
-from dlocks.core.callers import run_outside
+from dlocks.core.callers import current_caller, run_outside
 from dlocks.core.detach import detach, release_detached
 from dlocks.core.guard import guarded
 from dlocks.core.kept_hold import KeptHold
@@ -34,10 +34,13 @@ ensure_sync = partial(
 class Hold:
     """One holding of one key, which ends by ``release()`` or is lost.
 
-    Any thread with a reference to it may release it. ``token`` is the fencing token,
-    larger than that of every earlier hold of the key. ``owner`` is the secret identity,
-    never to be shown whole. ``waited`` is the seconds that the caller waited, 0 if the
-    key was free. ``takeover`` says that the last holder never released the key.
+    Any thread with a reference to it may release it, or use it in a ``with`` block. A
+    hold is lost, and its key released, soon after all of its callers have ended: the
+    thread or event loop that acquired it, and those of its open blocks. ``token`` is
+    the fencing token, larger than that of every earlier hold of the key. ``owner`` is
+    the secret identity, never to be shown whole. ``waited`` is the seconds that the
+    caller waited, 0 if the key was free. ``takeover`` says that the last holder never
+    released the key.
     """
 
     def __init__(self, state: Any) -> None:
@@ -217,12 +220,17 @@ class Hold:
                 f"This hold of {', '.join(map(repr, self.keys))} has been released, or"
                 " an outer block releases it. Acquire the lock once for each block."
             )
+        state.add_user(current_caller())
         state.blocks += 1
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, *exc: object) -> None:
         self._state.blocks = max(0, self._state.blocks - 1)
-        self.exit(error)
+        try:
+            self.exit(error)
+        finally:
+            # Afterwards, because without a caller the keeper would end the hold.
+            self._state.remove_user(current_caller())
 
     async def __aenter__(self) -> Self:
         return self.__enter__()
@@ -231,7 +239,10 @@ class Hold:
         self, kind: object, error: BaseException | None, traceback: object
     ) -> None:
         self._state.blocks = max(0, self._state.blocks - 1)
-        await self.aleave(error)
+        try:
+            await self.aleave(error)
+        finally:
+            self._state.remove_user(current_caller())
 
     def exit(self, error: BaseException | None) -> None:
         """End a block by releasing the hold.

@@ -89,6 +89,9 @@ class HoldState:
         # before that entry. The last entry that is left stays here, since its
         # transactions may not have ended.
         self.entered_by: list[tuple[Policy, float]] = [(lock, 0.0)]
+        # The callers of the open 'with hold' blocks. They need not be the one that
+        # acquired it.
+        self.users: list[Caller] = []
         # Whether all entries accept a release before the transaction ends.
         self.leaves_at_exit = lock.release_at == "exit"
         # Transactions in which the lease was left, and at whose end it is released.
@@ -177,12 +180,40 @@ class HoldState:
         lease = self.lease
         if lease.is_over or not lease.can_grow or self.pinned:
             return False
-        return not self.is_orphaned
+        # The keeper ends an orphaned hold with entries. Until then, another caller may
+        # enter it.
+        return self.count > 0 or not self.is_orphaned
+
+    @property
+    def callers(self) -> list[Caller]:
+        """Return the caller that acquired it, and those of its open blocks."""
+        return [self.caller, *self.users]
 
     @property
     def is_orphaned(self) -> bool:
-        """Return whether its caller has ended, and nothing else will release it."""
-        return not (self.prolonged or self.left_in) and has_ended(self.caller)
+        """Return whether its callers have ended, and nothing else will release it."""
+        return not (self.prolonged or self.left_in) and all(
+            map(has_ended, self.callers)
+        )
+
+    def add_user(self, caller: Caller) -> None:
+        """Record the caller of a block that begins, or raise LockLost."""
+        # In one section with the check, since the keeper ends an orphaned hold.
+        with self.lease.mutex:
+            lost = self.lease.lost
+            if lost is None:
+                self.users.append(caller)
+        if lost is not None:
+            raise self.loss(lost)
+
+    def remove_user(self, caller: Caller) -> None:
+        """Forget the caller of a block that has ended."""
+        with self.lease.mutex:
+            if caller in self.users:
+                self.users.remove(caller)
+            elif self.users:
+                # The block ends in another caller than it began.
+                self.users.pop()
 
     def ask(self, function: Any, *arguments: Any, **keywords: Any) -> Any:
         """Call the backend about the hold.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from dlocks.core.callers import forget_acquired
+from dlocks.core.callers import Caller, forget_acquired
 from dlocks.core.hold import Hold
 from dlocks.exceptions import LockBackendError, LockError
 from dlocks.runtime import clock
@@ -69,6 +69,23 @@ class MultiState:
     @property
     def pinned(self) -> bool:
         return any(part.pinned for part in self.parts)
+
+    def add_user(self, caller: Caller) -> None:
+        """Record the caller of a block that begins, or raise LockLost."""
+        added: list[KeptHold] = []
+        try:
+            for part in self.parts:
+                part.add_user(caller)
+                added.append(part)
+        except BaseException:
+            for part in added:
+                part.remove_user(caller)
+            raise
+
+    def remove_user(self, caller: Caller) -> None:
+        """Forget the caller of a block that has ended."""
+        for part in self.parts:
+            part.remove_user(caller)
 
     def check(self) -> None:
         claims = [part.claim for part in self.parts]

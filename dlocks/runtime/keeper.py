@@ -45,10 +45,14 @@ READY = 0.1
 
 def _is_at_work(hold: WatchedHold) -> bool:
     """Return whether another thread still works under a hold."""
-    caller = hold.caller
-    if hasattr(caller, "get_loop"):
-        return caller.get_loop().is_running()
-    return caller is not threading.current_thread() and is_alive(caller)
+    for caller in hold.callers:
+        if hasattr(caller, "get_loop"):
+            at_work = caller.get_loop().is_running()
+        else:
+            at_work = caller is not threading.current_thread() and is_alive(caller)
+        if at_work:
+            return True
+    return False
 
 
 class Keeper(WorkerJobs):
@@ -130,7 +134,7 @@ class Keeper(WorkerJobs):
     def keeps_for(self, caller: Any) -> bool:
         """Return whether a thread or task holds any lock."""
         with self._mutex:
-            return any(hold.caller is caller for hold in self.holds)
+            return any(caller in hold.callers for hold in self.holds)
 
     def drop(self, hold: Any) -> None:
         """Stop watching a hold."""
@@ -228,9 +232,15 @@ class Keeper(WorkerJobs):
             holds = self.holds
         # No other thread can start any more, and a pool may be exhausted.
         leave_pools()
-        for hold in holds:
-            if not (self.is_exiting and _is_at_work(hold)):
-                self._at_exit(hold.end_at_exit)
+        reports = [
+            self._at_exit(hold.end_at_exit)
+            for hold in holds
+            if not (self.is_exiting and _is_at_work(hold))
+        ]
+        # Receivers of signals are user code. They must not delay the other releases.
+        for report in reports:
+            if report is not None:
+                self._at_exit(report)
         with self._mutex:
             deferred = list(self._deferred)
         for function in deferred:
@@ -242,12 +252,13 @@ class Keeper(WorkerJobs):
         self.is_exiting = True
         self.exit()
 
-    def _at_exit(self, work: Callable[[], None]) -> None:
+    def _at_exit(self, work: Callable[[], T]) -> T | None:
         try:
-            work()
+            return work()
         except Exception:
             # An error in one step must not prevent the others.
             logger.exception("A step of the shutdown failed. Others continue.")
+            return None
 
     # The keeper's thread.
 
@@ -354,6 +365,7 @@ class Keeper(WorkerJobs):
             # The call that ended the hold was interrupted before it dropped it.
             self.drop(hold)
             return
+        hold.watch_callers()
         if hold.to_settle or hold.is_abandoned:
             self._post_settling(hold)
             return

@@ -1,0 +1,290 @@
+"""A hold is kept while any caller works under it, and is lost loudly after the last."""
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from queue import SimpleQueue
+
+import pytest
+from asgiref.sync import async_to_sync, sync_to_async
+from django.db import connections
+
+from dlocks import LockLost, db_lock, db_rwlock, db_semaphore
+from dlocks.signals import lock_lost
+from tests.settings import DLOCKS
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+ALIASES = [
+    alias
+    for alias in ("default", "optimistic", "insert", "memory", "session")
+    if alias in DLOCKS
+]
+EXCLUSIVE = {"insert", "session"}
+
+
+def locks_of(alias, **options):
+    """Return a lock of each kind that a backend supports."""
+    options["using"] = alias
+    locks = [
+        db_lock(f"{alias} one", **options),
+        db_lock(f"{alias} two", f"{alias} three", **options),
+    ]
+    if alias not in EXCLUSIVE:
+        locks.append(db_rwlock(f"{alias} read", **options).read())
+        locks.append(db_semaphore(f"{alias} permit", 1, **options))
+    return locks
+
+
+@pytest.fixture
+def lost():
+    """Return the keys whose loss the signal has reported, in order."""
+    keys = []
+
+    def note(hold, **_):
+        keys.append(hold.key)
+
+    lock_lost.connect(note)
+    yield keys
+    lock_lost.disconnect(note)
+
+
+def in_ended_thread(function):
+    """Return the result of a function in a thread that has ended."""
+    results = []
+
+    def run():
+        try:
+            results.append(function())
+        finally:
+            connections.close_all()
+
+    thread = threading.Thread(target=run, name="ended")
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+@pytest.fixture
+def outlast(lost, until):
+    """Return a function that waits until holds of ended threads are noticed.
+
+    Each backend loses a decoy for this.
+    """
+
+    def wait(*aliases):
+        decoys = [db_lock(f"decoy {alias}", using=alias) for alias in aliases]
+        in_ended_thread(lambda: [decoy.acquire() for decoy in decoys])
+        until(lambda: {decoy.key for decoy in decoys} <= {*lost})
+
+    return wait
+
+
+def is_free(lock):
+    """Return whether another caller acquires a lock. For a read lock, this writes."""
+    if lock.key.endswith("read"):
+        lock = db_lock(lock.key, using=lock.using)
+
+    def attempt():
+        hold = lock.try_acquire()
+        if hold is not None:
+            hold.release()
+        return hold is not None
+
+    return in_ended_thread(attempt)
+
+
+def deadline(hold):
+    return time.monotonic() + hold.remaining
+
+
+class Worker:
+    """A thread that works under holds until it is told to leave."""
+
+    def __init__(self, threads, *holds):
+        self.entered, self.leave = threading.Event(), threading.Event()
+        self._holds = holds
+        self._thread = threads(self._work)
+        assert self.entered.wait(20)
+
+    def _work(self):
+        with contextlib.ExitStack() as stack:
+            for hold in self._holds:
+                stack.enter_context(hold)
+            self.entered.set()
+            assert self.leave.wait(30)
+            for hold in self._holds:
+                hold.check()
+
+    def end(self):
+        self.leave.set()
+        self._thread.join(30)
+
+
+def test_the_open_block_of_another_thread_keeps_a_hold(threads, lost, outlast, until):
+    """The thread that acquired it may end. The hold is renewed, and not reported.
+
+    This holds for one key and for several, for read locks and permits, on each backend.
+    """
+    locks = [lock for alias in ALIASES for lock in locks_of(alias, ttl=2.0)]
+    holds = in_ended_thread(lambda: [lock.acquire() for lock in locks])
+    worker = Worker(threads, *holds)
+    first = [deadline(hold) for hold in holds]
+    outlast(*ALIASES)
+    for hold, lock, before in zip(holds, locks, first, strict=True):
+        until(lambda hold=hold, before=before: deadline(hold) > before + 0.1)
+        assert hold.held, hold
+        assert not is_free(lock), hold
+    worker.end()
+    for lock in locks:
+        assert is_free(lock)
+    assert all(key.startswith("decoy") for key in lost)
+
+
+@pytest.mark.front
+def test_a_hold_may_be_passed_on_repeatedly(threads, lost, outlast):
+    """Each thread enters it once, and may end when the next one has entered it."""
+    lock = db_lock("stock:7")
+    hold = in_ended_thread(lambda: [lock.acquire(), lock.acquire()][0])
+    first = Worker(threads, hold)
+    second = Worker(threads, hold)
+    first.end()
+    outlast("default")
+    assert hold.held
+    assert not is_free(lock)
+    second.end()
+    assert is_free(lock)
+    assert lost == ["decoy default"]
+
+
+@pytest.mark.front
+def test_a_block_keeps_a_hold_of_a_closed_event_loop(threads, lost, outlast):
+    """The hold comes from ``async_to_sync(lock.aacquire)()`` or ``asyncio.run()``."""
+    locks = [db_lock("stock:7"), db_lock("a", "b"), db_lock("c", using="memory")]
+    holds = [async_to_sync(lock.aacquire)() for lock in locks]
+
+    async def acquire():
+        lock = db_lock("stock:8")
+        locks.append(lock)
+        hold = await lock.aacquire()
+        await sync_to_async(connections.close_all)()
+        return hold
+
+    holds.append(asyncio.run(acquire()))
+    with contextlib.ExitStack() as stack:
+        for hold in holds:
+            stack.enter_context(hold)
+        outlast("default", "memory")
+        for hold, lock in zip(holds, locks, strict=True):
+            hold.check()
+            assert not is_free(lock), hold
+    for lock in locks:
+        assert is_free(lock)
+    assert all(key.startswith("decoy") for key in lost)
+
+
+@pytest.mark.front
+def test_the_block_of_a_task_keeps_a_hold(lost, outlast):
+    """The event loop of the task that acquired it is closed already."""
+    lock = db_lock("stock:7")
+    hold = async_to_sync(lock.aacquire)()
+
+    async def work():
+        async with hold:
+            await asyncio.to_thread(outlast, "default")
+            await hold.acheck()
+            assert not await asyncio.to_thread(is_free, lock)
+
+    async_to_sync(work)()
+    assert is_free(lock)
+    assert lost == ["decoy default"]
+
+
+def test_a_hold_whose_callers_have_ended_is_lost(lost, until, caplog):
+    """The callback, the signal and a warning report it, and the key is released.
+
+    Another thread that still has the hold gets LockLost from it. No block begins under
+    a lost hold.
+    """
+    reported = SimpleQueue()
+    locks = [
+        lock
+        for alias in ALIASES
+        for lock in locks_of(alias, on_lost=lambda hold: reported.put(hold.keys))
+    ]
+    with caplog.at_level(logging.WARNING, "dlocks"):
+        holds = in_ended_thread(lambda: [lock.acquire() for lock in locks])
+        keys = {key for lock in locks for key in lock.keys}
+        until(lambda: {*lost} == keys)
+    assert sorted(reported.get(timeout=20) for _ in locks) == sorted(
+        lock.keys for lock in locks
+    )
+    for key in keys:
+        assert f"{key!r} was lost by" in caplog.text
+    assert caplog.text.count("and its thread has ended") == len(lost) == len(keys)
+    for hold, lock in zip(holds, locks, strict=True):
+        assert not hold.held
+        assert is_free(lock), hold
+        for method in hold.check, hold.renew, hold.__enter__, hold.release:
+            with pytest.raises(LockLost, match="its thread has ended"):
+                method()
+    assert reported.empty()
+
+
+@pytest.mark.front
+def test_a_hold_of_a_closed_event_loop_is_lost(lost, until, caplog):
+    """No block was open, and no other caller has entered it."""
+    lock = db_lock("stock:7")
+    with caplog.at_level(logging.WARNING, "dlocks"):
+        hold = async_to_sync(lock.aacquire)()
+        until(lambda: lost == ["stock:7"])
+    assert "its event loop has ended" in caplog.text
+    with pytest.raises(LockLost):
+        hold.release()
+    assert is_free(lock)
+
+
+@pytest.mark.front
+def test_a_hold_without_renewals_is_lost_too(lost, until):
+    """Its key is free long before the ttl has passed."""
+    lock = db_lock("stock:7", ttl=100, renew=False)
+    in_ended_thread(lock.acquire)
+    until(lambda: lost == ["stock:7"], 20)
+    assert is_free(lock)
+
+
+@pytest.mark.front
+def test_a_thread_that_ends_inside_a_block_keeps_nothing(lost, until, caplog):
+    """The block of a generator is still open when the thread ends."""
+
+    def items(hold):
+        with hold:
+            yield 1
+
+    lock = db_lock("stock:7")
+    hold = in_ended_thread(lock.acquire)
+    generator = items(hold)
+    with caplog.at_level(logging.WARNING, "dlocks"):
+        in_ended_thread(lambda: next(generator))
+        until(lambda: lost == ["stock:7"])
+    assert "all of its callers have ended" in caplog.text
+    assert is_free(lock)
+    with pytest.raises(LockLost):
+        next(generator)
+
+
+@pytest.mark.front
+def test_an_entry_that_no_block_leaves_is_lost(threads, lost, outlast, until):
+    """An ended thread has acquired twice, and another one leaves only once."""
+    lock = db_lock("stock:7")
+    hold = in_ended_thread(lambda: [lock.acquire(), lock.acquire()][0])
+    worker = Worker(threads, hold)
+    outlast("default")
+    assert hold.held
+    worker.end()
+    until(lambda: lost == ["decoy default", "stock:7"])
+    assert is_free(lock)
+    with pytest.raises(LockLost):
+        hold.release()
