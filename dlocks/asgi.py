@@ -28,7 +28,8 @@ def release_at_shutdown(application: Application) -> Application:
     A server may end its process by the same signal that stopped the server. It then
     neither waits for requests that are still running nor runs exit handlers. The
     lifespan's shutdown comes before that. Tasks that hold a lock or wait for one are
-    cancelled, elections are stopped, and the process's remaining holds are released.
+    cancelled, elections are stopped, and the process's remaining holds are released. If
+    a thread is still in the block of one, that block ends with LockLost.
     The next holder acquires such a key at once instead of after its ttl.
     """
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import logging
 import threading
 import warnings
+from collections.abc import Callable
 
-from dlocks.core.callers import Caller
+from dlocks.core.callers import Caller, is_in_block
 from dlocks.core.lease import slow_after
 from dlocks.core.release import Release
 from dlocks.exceptions import LockError
 from dlocks.runtime import clock
 from dlocks.runtime.clock import FOREVER
+from dlocks.runtime.keeper import keeper
+from dlocks.signals import send_ended
 from dlocks.text import duration, shown_holder
 
 logger = logging.getLogger("dlocks")
@@ -21,6 +24,9 @@ POLL_EVERY = 0.05
 # Seconds between two checks whether the callers of a lease have ended. It is lost if
 # two of them find none. A thread that is about to end may pass it to another one.
 LOOK_EVERY = 0.4
+
+# The reason of a loss by shutdown(), or at the end of the process.
+EXITED = "its process released all of its locks because it was about to end"
 
 
 class KeptHold(Release):
@@ -131,11 +137,31 @@ class KeptHold(Release):
                 str(self.lost_error()), ResourceWarning, *self.acquired_at
             )
 
-    def end_at_exit(self) -> None:
-        """Release the key at the end of the process, even while it is in use."""
-        if self.held and self.end():
+    def end_at_exit(self) -> Callable[[], None] | None:
+        """Release the key at the end of the process, even while it is in use.
+
+        Return what is to be called when all keys are released.
+        """
+        is_open = bool(self.users or self.prolonged) or is_in_block(self)
+        with self.lease.mutex:
+            if not self.held:
+                return None
+            was_left = self.count == 0
+            if not was_left:
+                self.lease.lose(EXITED)
             self.failed = True
-            self.try_release_claim()
+        if was_left:
+            # Only open transactions keep it, or its last entry is just being left.
+            if self.end():
+                self.try_release_claim()
+            return None
+        keeper.drop(self)
+        self._release_lost()
+        if is_open:
+            return self.report_loss
+        # Its caller may acquire the key again, in another exit handler.
+        self.forget_entries()
+        return self._report_unreleased
 
     def _release_lost(self) -> None:
         """Release the key of a hold that was taken from its callers."""
@@ -145,3 +171,14 @@ class KeptHold(Release):
             )
         except LockError as trouble:
             logger.warning("%s", trouble)
+
+    def _report_unreleased(self) -> None:
+        """Log that a hold without an open block was released at the end."""
+        logger.warning(
+            "%r was never released by %s, whose process is about to end. It is released"
+            " now, after %s.",
+            self.lock.key,
+            shown_holder(self.claim.holder),
+            duration(self.lease.age),
+        )
+        send_ended(self.hold, "released")

@@ -403,5 +403,9 @@ def shutdown() -> None:
     This also writes its history and stops its elections. It runs at the end of a Python
     process, of a child of multiprocessing and of a Celery worker. Call it in a process
     that ends by ``os._exit()`` or by a signal.
+
+    A hold with an open block is lost: ``on_lost`` and ``lock_lost`` report it, and the
+    block ends with LockLost. A hold without a block is released with a warning. If its
+    caller still releases it, that raises LockLost.
     """
     keeper.exit()

@@ -1,0 +1,272 @@
+"""A shutdown releases all keys, and no block whose key it took ends in silence."""
+
+import asyncio
+import logging
+import threading
+from queue import SimpleQueue
+
+import pytest
+from asgiref.sync import async_to_sync
+from django.db import connections
+
+from dlocks import LockLost, db_lock, db_rwlock, db_semaphore, shutdown
+from dlocks.asgi import release_at_shutdown
+from dlocks.signals import lock_lost, lock_released
+from tests.scripts import run_python
+from tests.settings import DLOCKS
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+WHY = "its process released all of its locks"
+
+
+@pytest.fixture
+def ends():
+    """Return the signals of the ends of holds, and their keys."""
+    seen = []
+
+    def note_loss(hold, **_):
+        seen.append(("lost", hold.key))
+
+    def note_release(hold, **_):
+        seen.append(("released", hold.key))
+
+    lock_lost.connect(note_loss)
+    lock_released.connect(note_release)
+    yield seen
+    lock_lost.disconnect(note_loss)
+    lock_released.disconnect(note_release)
+
+
+@pytest.fixture
+def at_work(threads):
+    """Return a function that starts a thread in a block.
+
+    It returns a function that lets the block end, and returns its error.
+    """
+
+    def start(work):
+        entered, leave = threading.Event(), threading.Event()
+
+        def run():
+            try:
+                work(entered, leave)
+            except LockLost as error:
+                return error
+            return None
+
+        thread = threads(run)
+        assert entered.wait(20)
+
+        def end():
+            leave.set()
+            thread.join(30)
+            return thread.results[0]
+
+        return end
+
+    return start
+
+
+def in_lock(lock):
+    def work(entered, leave):
+        with lock:
+            entered.set()
+            assert leave.wait(30)
+
+    return work
+
+
+def in_hold(lock):
+    def work(entered, leave):
+        with lock.acquire():
+            entered.set()
+            assert leave.wait(30)
+
+    return work
+
+
+def in_function(lock):
+    def work(entered, leave):
+        @lock
+        def decorated():
+            entered.set()
+            assert leave.wait(30)
+
+        decorated()
+
+    return work
+
+
+def in_task(lock):
+    def work(entered, leave):
+        async def block():
+            async with lock:
+                entered.set()
+                assert await asyncio.to_thread(leave.wait, 30)
+
+        async_to_sync(block)()
+
+    return work
+
+
+def blocks(**options):
+    """Return the keys, the lock and the work of blocks of each kind."""
+    for name, kind in (
+        ("with lock", in_lock),
+        ("with hold", in_hold),
+        ("function", in_function),
+        ("task", in_task),
+    ):
+        yield kind(db_lock(name, **options))
+    yield in_lock(db_lock("one", "two", **options))
+    yield in_lock(db_rwlock("read", **options).read())
+    yield in_lock(db_semaphore("permit", 2, **options))
+
+
+KEYS = {"with lock", "with hold", "function", "task", "one", "two", "read", "permit"}
+
+
+@pytest.mark.parametrize("using", ["default", "memory"])
+def test_blocks_whose_keys_a_shutdown_released_end_with_lock_lost(
+    using, at_work, ends, is_busy, caplog
+):
+    """The threads are still at work. The callback, the signal and a log report it."""
+    reported = SimpleQueue()
+    works = [
+        at_work(work)
+        for work in blocks(using=using, on_lost=lambda hold: reported.put(hold.keys))
+    ]
+    with caplog.at_level(logging.WARNING, "dlocks"):
+        shutdown()
+    assert sorted(ends) == sorted(("lost", key) for key in KEYS)
+    assert not any(is_busy(key, using) for key in KEYS)
+    for end in works:
+        error = end()
+        assert isinstance(error, LockLost)
+        assert WHY in str(error)
+    assert {reported.get(timeout=20) for _ in works} == {
+        *((key,) for key in KEYS - {"one", "two"}),
+        ("one", "two"),
+    }
+    assert reported.empty()
+    for key in KEYS:
+        assert f"{key!r} was lost by" in caplog.text
+
+
+@pytest.mark.skipif("session" not in DLOCKS, reason="SQLite has no session locks")
+def test_blocks_of_session_locks_end_with_lock_lost(at_work, is_busy):
+    """The lock of the server's session is released, too."""
+    end = at_work(in_lock(db_lock("stock:7", using="session")))
+    shutdown()
+    assert not is_busy(using="session")
+    assert isinstance(end(), LockLost)
+
+
+@pytest.mark.front
+def test_the_block_itself_may_shut_down():
+    """The caller of ``shutdown()`` is in a block, which ends with LockLost."""
+    with pytest.raises(LockLost, match=WHY), db_lock("stock:7") as hold:
+        shutdown()
+        assert not hold.held
+        for method in hold.check, hold.renew:
+            with pytest.raises(LockLost, match=WHY):
+                method()
+        assert db_lock("stock:7").acquire().release() is None
+
+
+@pytest.mark.front
+def test_a_hold_without_a_block_is_released_with_a_warning(ends, is_busy, caplog):
+    """No signal says that it is lost. Its own release does, and so does a check."""
+    lock = db_lock("stock:7")
+    hold = lock.acquire()
+    with caplog.at_level(logging.WARNING, "dlocks"):
+        shutdown()
+    assert "'stock:7' was never released by" in caplog.text
+    assert ends == [("released", "stock:7")]
+    assert not is_busy()
+    ends.clear()
+    assert not hold.held
+    with pytest.raises(LockLost, match=WHY):
+        hold.check()
+    with pytest.raises(LockLost, match=WHY):
+        lock.release()
+    assert ends == []
+
+
+@pytest.mark.front
+def test_a_caller_acquires_again_after_a_shutdown(is_busy):
+    """Another exit handler may use the same key."""
+    lock = db_lock("stock:7")
+    lock.acquire()
+    shutdown()
+    with lock as hold:
+        assert hold.held
+        hold.check()
+        assert is_busy()
+    assert not is_busy()
+
+
+@pytest.mark.front
+def test_the_shutdown_of_an_asgi_server_ends_blocks_with_lock_lost(at_work, is_busy):
+    """The requests of synchronous views are still at work in their threads."""
+    end = at_work(in_lock(db_lock("stock:7")))
+    sent = []
+
+    async def serve():
+        messages = [{"type": f"lifespan.{name}"} for name in ("startup", "shutdown")]
+
+        async def receive():
+            return messages.pop(0)
+
+        async def send(message):
+            sent.append(message["type"])
+
+        await release_at_shutdown(None)({"type": "lifespan"}, receive, send)
+
+    asyncio.run(serve())
+    assert sent == ["lifespan.startup.complete", "lifespan.shutdown.complete"]
+    assert not is_busy()
+    assert WHY in str(end())
+
+
+@pytest.mark.front
+def test_an_exit_ends_the_block_of_a_daemon_thread_with_lock_lost():
+    """The process releases the key at its exit while the thread still works."""
+    done = run_python("-c", """
+import atexit, threading
+entered, leave = threading.Event(), threading.Event()
+
+def work():
+    try:
+        with db_lock("stock:7", on_lost=lambda hold: print("on_lost", hold.key)):
+            entered.set()
+            leave.wait()
+    except LockLost as error:
+        print(type(error).__name__)
+
+thread = threading.Thread(target=work, daemon=True)
+
+@atexit.register
+def wait():
+    # This was registered before dlocks, and runs after its exit.
+    leave.set()
+    thread.join()
+
+import django; django.setup()
+from dlocks import LockLost, db_lock
+thread.start()
+entered.wait()
+""", DJANGO_SETTINGS_MODULE="tests.settings")  # fmt: skip
+    assert done.stdout == "on_lost stock:7\nLockLost\n", done.stderr
+    assert "'stock:7' was lost by" in done.stderr
+
+
+@pytest.mark.front
+def test_a_shutdown_keeps_what_a_thread_acquires_later(at_work, is_busy):
+    """``shutdown()`` ends no lock that comes after it."""
+    shutdown()
+    end = at_work(in_lock(db_lock("stock:7")))
+    assert is_busy()
+    assert end() is None
+    connections.close_all()
