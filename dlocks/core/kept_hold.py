@@ -156,7 +156,10 @@ class KeptHold(Release):
                 self.try_release_claim()
             return None
         keeper.drop(self)
-        self._release_lost()
+        # A transaction of hold.atomic() at work has locked the row, and a release would
+        # wait for its end. The end of the block releases the key then.
+        if not any(mark.stands and mark.is_elsewhere for mark in list(self.pinned_in)):
+            self._release_lost()
         if is_open:
             return self.report_loss
         # Its caller may acquire the key again, in another exit handler.

@@ -3,11 +3,12 @@
 import asyncio
 import logging
 import threading
+import time
 from queue import SimpleQueue
 
 import pytest
 from asgiref.sync import async_to_sync
-from django.db import connections
+from django.db import connection, connections
 
 from dlocks import LockLost, db_lock, db_rwlock, db_semaphore, shutdown
 from dlocks.asgi import release_at_shutdown
@@ -161,6 +162,30 @@ def test_blocks_of_session_locks_end_with_lock_lost(at_work, is_busy):
     shutdown()
     assert not is_busy(using="session")
     assert isinstance(end(), LockLost)
+
+
+def test_a_shutdown_does_not_wait_for_a_guarded_transaction(at_work, is_busy):
+    """The transaction commits under the lock, and its block ends with LockLost.
+
+    Until then, no other caller acquires the key.
+    """
+    ended = threading.Event()
+
+    def work(entered, leave):
+        with db_lock("stock:7") as hold:
+            with hold.atomic():
+                entered.set()
+                assert leave.wait(30)
+            ended.set()
+
+    end = at_work(work)
+    began = time.monotonic()
+    shutdown()
+    assert time.monotonic() < began + 5
+    assert connection.vendor == "sqlite" or is_busy()
+    assert WHY in str(end())
+    assert ended.is_set()
+    assert not is_busy()
 
 
 @pytest.mark.front
