@@ -6,6 +6,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, ClassVar
@@ -13,7 +14,7 @@ from typing import Any, ClassVar
 from dlocks.backends.base import Backend
 from dlocks.backends.notifiers import RecentKeys
 from dlocks.runtime import clock
-from dlocks.runtime.threads import BackgroundThread
+from dlocks.runtime.threads import BackgroundThread, PythonIsExitingError
 from dlocks.values import UNLIMITED, Claim, Holder
 
 
@@ -99,8 +100,9 @@ class LocalClaims(Backend):
 
     def _maintain_from(self, due: float = math.inf) -> None:
         """Ensure that the maintenance thread runs, and checks its work when due."""
-        if not self._maintainer.start() and due < self._maintains_at:
-            self._changed.notify()
+        with suppress(PythonIsExitingError):
+            if not self._maintainer.start() and due < self._maintains_at:
+                self._changed.notify()
 
     @staticmethod
     def _own_holder(entry: Any) -> Holder:

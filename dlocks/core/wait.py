@@ -19,6 +19,7 @@ from dlocks.runtime.clock import FOREVER
 from dlocks.runtime.deadlocks import described
 from dlocks.runtime.delays import FIRST_DELAY, delays
 from dlocks.runtime.keeper import OUTSIDE_TIMEOUT
+from dlocks.runtime.threads import PythonIsExitingError
 from dlocks.runtime.waiter import Waiter
 from dlocks.runtime.waiters import waiters_of
 from dlocks.signals import send_timed_out
@@ -177,7 +178,13 @@ class Wait(Claims):
             self.claim = claim = replace(claim, holding=holding)
         until = self._deadline
         self.waiter = waiter = Waiter(claim, self.wakeup.wake, self.caller, until)
-        waiters.enter(waiter)
+        try:
+            waiters.enter(waiter)
+        except PythonIsExitingError:
+            # Only requests of this thread find out whether the key is free.
+            waiters.remove(waiter)
+            self.waiter = None
+            return False
         sent = clock.now()
         limit = (
             None if self.timeout is None else max(0.0, until - sent) + OUTSIDE_TIMEOUT

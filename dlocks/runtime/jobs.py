@@ -46,6 +46,7 @@ class WorkerJobs:
         @property
         def holds(self) -> list[WatchedHold]: ...
         def check_soon(self) -> None: ...
+        def _run_at_exit(self, job: Callable[[], None]) -> bool: ...
 
     def _worker(self, backend: Backend | None) -> ServerWorker:
         identity = "" if backend is None else backend.identity
@@ -53,7 +54,7 @@ class WorkerJobs:
         if worker is None:
             with self._mutex:
                 worker = self._workers.setdefault(
-                    identity, ServerWorker(self._is_needed)
+                    identity, ServerWorker(self._is_needed, self._run_at_exit)
                 )
         return worker
 

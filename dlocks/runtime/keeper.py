@@ -16,13 +16,15 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from django.db import connections
+
 from dlocks.runtime import clock
 from dlocks.runtime.clock import FOREVER
 from dlocks.runtime.greenlets import is_alive
 from dlocks.runtime.jobs import WorkerJobs
 from dlocks.runtime.pools import leave_pools
 from dlocks.runtime.process import at_child_exit, in_child
-from dlocks.runtime.threads import BackgroundThread
+from dlocks.runtime.threads import BackgroundThread, PythonIsExitingError
 from dlocks.runtime.workers import IDLE_CLOSE_AFTER, ServerWorker
 
 if TYPE_CHECKING:
@@ -86,6 +88,8 @@ class Keeper(WorkerJobs):
         self._working_thread: threading.Thread | None = None
         self._wakes_at = FOREVER
         self._has_kept = False
+        # Whether a warning has said that the thread cannot start.
+        self._has_warned = False
         # Whether this is an ending child process, in which only threads at work are
         # left.
         self.is_exiting = False
@@ -190,7 +194,13 @@ class Keeper(WorkerJobs):
         # A worker has no transaction, and two workers must not wait for each other.
         if self.is_current:
             return function()
-        return self._worker(backend).run(function, timeout)
+        try:
+            return self._worker(backend).run(function, timeout)
+        except PythonIsExitingError:
+            if backend is not None and backend.in_transaction():
+                raise
+            # Neither the worker nor the keeper runs. Only this thread is left.
+            return function()
 
     def later(
         self, function: Callable[[], None], seconds: float, backend: Backend
@@ -260,13 +270,41 @@ class Keeper(WorkerJobs):
             logger.exception("A step of the shutdown failed. Others continue.")
             return None
 
+    def _run_at_exit(self, job: Callable[[], None]) -> bool:
+        """Let the keeper's thread run a job of a worker that cannot start any more.
+
+        Return whether that thread runs. It then also sends the renewals.
+        """
+
+        def run() -> None:
+            leave_pools()
+            try:
+                job()
+            finally:
+                connections.close_all()
+
+        with self._mutex:
+            if self._thread.is_running:
+                self._jobs.append(run)
+                self._changed.notify()
+            return self._thread.is_running
+
     # The keeper's thread.
 
     def _wake(self) -> None:
         if self._thread.thread is None:
             # Once in each process, before it holds a lock.
             at_child_exit(self._exit_child)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except PythonIsExitingError as error:
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning(
+                    "This process used its first lock when Python was about to exit."
+                    " Leases are not renewed, and end after their ttl: %s",
+                    error,
+                )
         self._changed.notify()
 
     def _loop(self) -> None:

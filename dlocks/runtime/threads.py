@@ -8,6 +8,14 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 
 
+class PythonIsExitingError(RuntimeError):
+    """No thread can start any more, because Python has begun to exit.
+
+    Exit handlers run after that. From Python 3.12 on, some versions forbid new threads
+    then, but daemon threads still run: https://github.com/python/cpython/issues/113964
+    """
+
+
 class BackgroundThread:
     """A daemon thread that is started when it is needed, and may end and start again.
 
@@ -43,6 +51,8 @@ class BackgroundThread:
             # threading raises another error if a signal handler raises meanwhile.
             if "unlocked" in str(error) and error.__context__ is not None:
                 raise error.__context__ from None
+            if not threading.main_thread().is_alive():
+                raise PythonIsExitingError(str(error)) from error
             raise
         return True
 

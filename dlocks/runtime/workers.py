@@ -16,7 +16,7 @@ from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
 from dlocks.runtime.clock import FOREVER
 from dlocks.runtime.pools import leave_pools
-from dlocks.runtime.threads import BackgroundThread
+from dlocks.runtime.threads import BackgroundThread, PythonIsExitingError
 
 if TYPE_CHECKING:
     from dlocks.backends.base import Backend
@@ -38,8 +38,14 @@ class ServerWorker:
     needs them, they are closed and the thread ends.
     """
 
-    def __init__(self, is_needed: Callable[[ServerWorker], bool]) -> None:
+    def __init__(
+        self,
+        is_needed: Callable[[ServerWorker], bool],
+        run_elsewhere: Callable[[Callable[[], None]], bool],
+    ) -> None:
         self._is_needed = is_needed
+        # Runs a job if this thread cannot start any more, or returns False.
+        self._run_elsewhere = run_elsewhere
         # Entered in place of the condition. It is written in C, so a signal in the
         # middle leaves nothing locked.
         self._mutex = threading.RLock()
@@ -108,6 +114,13 @@ class ServerWorker:
         return results[0]
 
     def _queue(self, job: Callable[[], None], jobs: deque[Callable[[], None]]) -> None:
+        try:
+            self._append(job, jobs)
+        except PythonIsExitingError:
+            if not self._run_elsewhere(job):
+                raise
+
+    def _append(self, job: Callable[[], None], jobs: deque[Callable[[], None]]) -> None:
         with self._mutex:
             jobs.append(job)
             try:

@@ -24,7 +24,7 @@ from dlocks.runtime import clock
 from dlocks.runtime.greenlets import threads_are_green
 from dlocks.runtime.pools import unpooled
 from dlocks.runtime.process import in_child
-from dlocks.runtime.threads import BackgroundThread, Flag
+from dlocks.runtime.threads import BackgroundThread, Flag, PythonIsExitingError
 from dlocks.sql.direct import connect
 
 if TYPE_CHECKING:
@@ -146,7 +146,8 @@ class Watchdog:
             self._patient.discard(thread)
 
     def _wake(self) -> None:
-        with self._starting:
+        # Without a thread, nothing cancels a statement that waits for a table.
+        with self._starting, suppress(PythonIsExitingError):
             self._thread.start()
         self._wakeup.set()
         self._is_idle = False
