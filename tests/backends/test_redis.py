@@ -225,6 +225,24 @@ def test_a_released_key_expires_from_redis_after_a_day(server, backend):
         assert 86000 < client.ttl(f"{name_of('key')}:last") <= 86400
 
 
+def test_an_open_block_keeps_a_hold_whose_thread_has_ended(
+    server, aliases, threads, until
+):
+    """After the block, nothing uses the other hold of that thread, and it is lost."""
+    aliases(redis=alias(server.port))
+    used, unused = (db_lock(key, using="redis") for key in ("used", "unused"))
+    acquired = threads(lambda: [used.acquire(), unused.acquire()])
+    acquired.join(20)
+    hold, orphan = acquired.results[0]
+    with hold:
+        until(lambda: not unused.locked())
+        hold.check()
+        assert used.locked()
+        with pytest.raises(LockLost, match="its thread has ended"):
+            orphan.release()
+    assert not used.locked()
+
+
 def test_deleting_a_redis_key_frees_it_and_its_holder_loses_it(
     server, aliases, in_other_thread
 ):

@@ -11,8 +11,7 @@ import pytest
 from asgiref.sync import async_to_sync, sync_to_async
 from django.db import connections
 
-from dlocks import LockLost, db_lock, db_rwlock, db_semaphore
-from dlocks.signals import lock_lost
+from dlocks import LockLost, db_lock, db_rwlock, db_semaphore, lock_lost
 from tests.settings import DLOCKS
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -101,7 +100,7 @@ def deadline(hold):
 
 
 class Worker:
-    """A thread that works under holds until it is told to leave."""
+    """A thread in the blocks of holds, until ``end()`` is called."""
 
     def __init__(self, threads, *holds):
         self.entered, self.leave = threading.Event(), threading.Event()

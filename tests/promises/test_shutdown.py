@@ -10,9 +10,16 @@ import pytest
 from asgiref.sync import async_to_sync
 from django.db import connection, connections
 
-from dlocks import LockLost, db_lock, db_rwlock, db_semaphore, shutdown
+from dlocks import (
+    LockLost,
+    db_lock,
+    db_rwlock,
+    db_semaphore,
+    lock_lost,
+    lock_released,
+    shutdown,
+)
 from dlocks.asgi import release_at_shutdown
-from dlocks.signals import lock_lost, lock_released
 from tests.scripts import run_python
 from tests.settings import DLOCKS
 
