@@ -117,13 +117,17 @@ def check_tables(databases: Sequence[str] | None = None, **kwargs: Any) -> Messa
     from dlocks.backends.database.backend import DatabaseBackend
     from dlocks.backends.session.backend import SessionBackend
 
-    messages: Messages = []
     if not apps.is_installed("dlocks"):
-        return messages
+        return []
+    found: dict[str, Messages] = {alias: [] for alias in databases or []}
     seen = set()
     for _, backend in _made():
-        if getattr(backend, "database", None) not in (databases or []):
+        if getattr(backend, "database", None) not in found:
             continue
+        if any(message.id == "dlocks.W005" for message in found[backend.database]):
+            # Each alias would report that the database cannot be reached.
+            continue
+        messages = found[backend.database]
         if isinstance(backend, SessionBackend):
             messages += _check_session(backend)
         if not isinstance(backend, DatabaseBackend):
@@ -145,7 +149,7 @@ def check_tables(databases: Sequence[str] | None = None, **kwargs: Any) -> Messa
                     )
                 )
         seen.add(backend.database)
-    return messages
+    return [message for messages in found.values() for message in messages]
 
 
 def _check_session(backend: SessionBackend) -> Messages:

@@ -84,8 +84,11 @@ class LockStale(LockError):
 class LockBackendError(LockError):
     """The backend could not be reached, or did not answer.
 
-    The ``__cause__`` is the backend's own error.
+    The ``__cause__`` is the backend's own error. ``changed_nothing`` is true if the
+    request was certainly not carried out: it was not sent, or the server refused it.
     """
+
+    changed_nothing = False
 
 
 class StaleVersion(LockError):

@@ -9,7 +9,6 @@ from functools import partial
 from typing import TypeVar
 
 from dlocks.backends.base import HANDOVER_LEASE, TableLockedError, UnstorableKeyError
-from dlocks.backends.database.connection import is_unmigrated
 from dlocks.core.callers import note_acquired, note_hold, run_outside
 from dlocks.core.hold import Hold
 from dlocks.core.kept_hold import KeptHold
@@ -27,6 +26,9 @@ A = TypeVar("A")
 T = TypeVar("T")
 
 logger = logging.getLogger("dlocks")
+
+# What an error says if a reply was lost and the cancellation failed too.
+NOTE = "If the key was acquired all the same, it is free again when its ttl has passed."
 
 
 class Acquisition(Wait):
@@ -97,7 +99,10 @@ class Acquisition(Wait):
                 # transaction.
                 one.unknown = not one.in_transaction
             raise
-        except LockBackendError:
+        except LockBackendError as error:
+            for one in acquisitions:
+                one.failure = error
+                one.unknown = not error.changed_nothing
             raise
         except (LockError, RuntimeError, UnstorableKeyError) as refusal:
             # A refused request has granted nothing to release. For a lease, a
@@ -142,13 +147,15 @@ class Acquisition(Wait):
             elif not self._release_inside(release):
                 run_outside(release, self.backend, OUTSIDE_TIMEOUT)
         except LockError as trouble:
-            # Without tables, there is no claim.
-            if not is_unmigrated(trouble):
+            if self.failure is None:
                 logger.warning(
                     "The claim on %r could not be cancelled, and expires by itself: %s",
                     self.lock.key,
                     trouble,
                 )
+            elif NOTE not in getattr(self.failure, "__notes__", ()):
+                # The caller is about to get the error of the claim itself.
+                self.failure.add_note(NOTE)
         self.unknown, self.waiter = False, None
         if ended and self.hold is not None:
             send_ended(self.hold, "released")

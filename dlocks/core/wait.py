@@ -34,8 +34,9 @@ class Wait(Claims):
     # The pauses between tries, where there is no queue.
     delays: Iterator[float] | None = None
     asked = False
-    # Whether a request may have been granted unnoticed.
+    # Whether a request may have been granted unnoticed, and the error of the request.
     unknown = False
+    failure: LockBackendError | None = None
     # Set while the claim is queued, and whether to retry once more after a
     # notification.
     waiter: Waiter | None = None
@@ -190,7 +191,14 @@ class Wait(Claims):
             None if self.timeout is None else max(0.0, until - sent) + OUTSIDE_TIMEOUT
         )
         enqueue = partial(self.backend.enqueue, claim, waiters.channel)
-        ticket = run_outside(enqueue, self.backend, limit)
+        try:
+            ticket = run_outside(enqueue, self.backend, limit)
+        except LockBackendError as error:
+            self.failure = error
+            if error.changed_nothing:
+                waiters.remove(waiter)
+                self.waiter = None
+            raise
         if ticket is None or (ticket.must_retry and ticket.position is None):
             # Queueing is not possible at the moment, or not necessary.
             waiters.remove(waiter)

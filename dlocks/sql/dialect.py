@@ -45,6 +45,7 @@ class Dialect:
     lost_race: Codes = frozenset()
     locked: Codes = frozenset()
     read_only: Codes = frozenset()
+    denied: Codes = frozenset()
     desynchronised: Codes = frozenset()
     cancelled: Codes = frozenset()
     rolled_back: Codes = frozenset()
@@ -263,6 +264,10 @@ class Dialect:
         After a failover its server may have become a replica.
         """
         return self.code_of(error) in self.read_only
+
+    def is_denied(self, error: Error) -> bool:
+        """Return whether the user has no right to the statement."""
+        return self.code_of(error) in self.denied
 
     def is_desynchronised(self, error: Error) -> bool:
         """Return whether the connection, not the statement, is at fault.

@@ -50,6 +50,7 @@ class InnoDB(Dialect):
     locked = frozenset({1205, 3572})  # lock wait timeout, not locked at once
     lost_race = rolled_back | locked
     read_only = frozenset({1290, 1836, 1792})  # of the server, of InnoDB, the session
+    denied = frozenset({1044, 1142, 1143})  # to a database, a table, a column
     # commands out of sync: an interrupt came before a reply was read
     desynchronised = frozenset({2014})
     cancelled = frozenset({1317})  # query interrupted

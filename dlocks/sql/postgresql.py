@@ -37,6 +37,8 @@ class PostgreSQL(Dialect):
     locked = frozenset({"55P03"})
     # read_only_sql_transaction
     read_only = frozenset({"25006"})
+    # insufficient_privilege
+    denied = frozenset({"42501"})
     # query_canceled
     cancelled = frozenset({"57014"})
     show_isolation = "SHOW transaction_isolation"

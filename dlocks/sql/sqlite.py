@@ -25,6 +25,7 @@ class SQLite(Dialect):
     )
     next_time = "(strftime('%%Y-%%m-%%d %%H:%%M:%%f', {}, '+0.001 seconds') || '000')"
     lost_race = locked = frozenset({"locked"})
+    denied = frozenset({"readonly"})
     greatest = "MAX"
     for_update = for_update_in_turn = for_update_patiently = ""
     one_writer = True
@@ -32,4 +33,7 @@ class SQLite(Dialect):
 
     def code_of(self, error: BaseException) -> object:
         # sqlite3 has error codes only since Python 3.11.
-        return "locked" if "is locked" in str(error) else None
+        said = str(error)
+        if "is locked" in said:
+            return "locked"
+        return "readonly" if "readonly database" in said else None

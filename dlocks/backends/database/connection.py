@@ -43,12 +43,12 @@ class DatabaseConnection:
                 return dialect_of(connection)
             except Error as error:
                 if connection.connection is None or self.in_transaction():
-                    raise self._failure(error) from error
+                    raise self._failure(error, was_sent=False) from error
                 connection.close()
         try:
             return dialect_of(connection)
         except Error as error:
-            raise self._failure(error) from error
+            raise self._failure(error, was_sent=False) from error
 
     def in_transaction(self, connection: BaseDatabaseWrapper | None = None) -> bool:
         connection = connection or self.connection
@@ -65,7 +65,7 @@ class DatabaseConnection:
             connect(connection)
         except Error as error:
             self._drop_half_made(connection)
-            raise self._failure(error) from error
+            raise self._failure(error, was_sent=False) from error
         return connection.connection
 
     def _must_reconnect(self, connection: BaseDatabaseWrapper, error: Error) -> bool:
@@ -99,7 +99,7 @@ class DatabaseConnection:
             with suppress(Error):
                 connection.close()
 
-    def _failure(self, error: Error) -> LockBackendError:
+    def _failure(self, error: Error, *, was_sent: bool = True) -> LockBackendError:
         what = (
             f"A lock request to database {self.database!r} failed:"
             f" {type(error).__name__}: {error}"
@@ -111,7 +111,16 @@ class DatabaseConnection:
                 f"{what.rstrip()}. The session cannot write:"
                 f" {self.dialect.read_only_settings}."
             )
-        return LockBackendError(what)
+        failure = LockBackendError(what)
+        failure.changed_nothing = not was_sent or self._is_refused(error)
+        return failure
+
+    def _is_refused(self, error: Error) -> bool:
+        """Return whether the server has refused to carry out the statement."""
+        return is_unmigrated(error) or (
+            "dialect" in vars(self)
+            and (self.dialect.is_read_only(error) or self.dialect.is_denied(error))
+        )
 
     @property
     def _how_to_migrate(self) -> str:

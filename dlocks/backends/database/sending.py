@@ -144,7 +144,7 @@ class Sender(DatabaseConnection):
         """
         connection = self.connection
         in_transaction = self.in_transaction(connection)
-        tries, reconnected = 0, False
+        tries, reconnected, may_have_run = 0, False, False
         while True:
             watched = None
             try:
@@ -192,11 +192,16 @@ class Sender(DatabaseConnection):
                     and not reconnected
                     and self._must_reconnect(connection, error)
                 ):
+                    # The server may have carried the statement out before the loss.
+                    may_have_run = not self._is_refused(error)
                     close_lost(connection)
                     reconnected = True
                     continue
+                was_sent = connection.connection is not None
                 self._drop_half_made(connection)
-                raise self._failure(error) from error
+                failure = self._failure(error, was_sent=was_sent)
+                failure.changed_nothing = failure.changed_nothing and not may_have_run
+                raise failure from error
             except BaseException:
                 # The statement was interrupted, by Ctrl-C or by an exception from a
                 # signal handler.

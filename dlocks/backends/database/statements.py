@@ -105,10 +105,12 @@ class Statements(Sender, SQLiteLimits):
                 refusal := find_tables(connection, self._rows).refusal(self.database)
             ) is not None:
                 raise ImproperlyConfigured(refusal)
-            raise LockBackendError(
+            failure = LockBackendError(
                 f"Database {self.database!r} has no tables of dlocks."
                 f" {self._how_to_migrate}"
             )
+            failure.changed_nothing = True
+            raise failure
         return [
             qualified(model._meta.db_table, connection, schema)
             for model in (ResourceLock, LockClaim, HoldRecord)

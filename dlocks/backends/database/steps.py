@@ -60,6 +60,8 @@ class Steps(TransactionLocks):
         dialect = self.dialect
         locking = dialect.for_update_in_turn if waits else dialect.for_update
         limited = dialect.with_idle_limit if ours else nullcontext
+        # If this fails, the error says that nothing was sent.
+        self._session()
         while True:
             session = connection.connection
             raised: BaseException | None = None
@@ -106,7 +108,10 @@ class Steps(TransactionLocks):
                     reconnected = True
                     continue
                 self._drop_half_made(connection)
-                raise self._failure(error) from error
+                failure = self._failure(error)
+                # The first session may have committed before it was lost.
+                failure.changed_nothing = failure.changed_nothing and not reconnected
+                raise failure from error
             except BaseException:
                 if ours:
                     self._end_interrupted(connection)

@@ -64,8 +64,9 @@ class Command(BaseCommand):
         if options["json"]:
             self.stdout.write(json.dumps(reports, indent=1))
         else:
+            written: dict[str, str] = {}
             for alias, report in reports.items():
-                self._write(alias, report)
+                self._write(alias, report, written)
         if wrong := [alias for alias in aliases if reports[alias]["problems"]]:
             raise CommandError(f"Not healthy: {', '.join(wrong)}.")
 
@@ -74,15 +75,16 @@ class Command(BaseCommand):
         problems: list[str] = []
         try:
             backend = backends[alias]
-            problems += _failed_checks(backend)
-            began = time.perf_counter()
-            hold = db_lock(KEY, using=alias, reentrant=False).try_acquire()
-            # If another check holds the key, the reply shows as much.
-            if hold is not None:
-                hold.release()
-            figures["round_trip_ms"] = round((time.perf_counter() - began) * 1000, 1)
-            if isinstance(backend, DatabaseBackend):
-                figures |= _figures(backend)
+            failed = _failed_checks(backend)
+            problems += [
+                " ".join(filter(None, (message.msg, message.hint)))
+                for message in failed
+            ]
+            # Otherwise the lock would only report the same again.
+            if not any(message.id in BROKEN for message in failed):
+                figures |= _lock_once(alias)
+                if isinstance(backend, DatabaseBackend):
+                    figures |= _figures(backend)
         except (ImproperlyConfigured, LockBackendError, RuntimeError, Error) as error:
             problems.append(str(error))
         problems += [
@@ -93,7 +95,13 @@ class Command(BaseCommand):
         ]
         return {"healthy": not problems, **figures, "problems": problems}
 
-    def _write(self, alias: str, report: dict[str, Any]) -> None:
+    def _write(
+        self, alias: str, report: dict[str, Any], written: dict[str, str]
+    ) -> None:
+        """Write the report of an alias.
+
+        ``written`` has each problem that was written, with the alias that had it first.
+        """
         style = self.style.ERROR if report["problems"] else self.style.SUCCESS
         state = "not healthy" if report["problems"] else "healthy"
         self.stdout.write(f"{alias}: {style(state)}")
@@ -107,13 +115,26 @@ class Command(BaseCommand):
             counts = ", ".join(f"{report[state]} {state}" for state in states)
             self.stdout.write(f"  {counts}")
         for problem in report["problems"]:
-            self.stdout.write(f"  {problem}")
+            first = written.setdefault(problem, alias)
+            self.stdout.write(
+                f"  {problem.rstrip()}" if first == alias else f"  the same as {first}"
+            )
 
 
-def _failed_checks(backend: Any) -> list[str]:
-    """Return what the system check says about settings and tables that fail."""
+def _lock_once(alias: str) -> dict[str, Any]:
+    """Acquire and release a lock, and return the time that it took."""
+    began = time.perf_counter()
+    hold = db_lock(KEY, using=alias, reentrant=False).try_acquire()
+    # If another check holds the key, the reply shows as much.
+    if hold is not None:
+        hold.release()
+    return {"round_trip_ms": round((time.perf_counter() - began) * 1000, 1)}
+
+
+def _failed_checks(backend: Any) -> list[checks.CheckMessage]:
+    """Return the messages of the system check that mean that locks fail."""
     return [
-        " ".join(filter(None, (message.msg, message.hint)))
+        message
         for message in [*backend.check(), *check_tables([backend.database])]
         if message.is_serious(checks.ERROR) or message.id in BROKEN
     ]

@@ -1,0 +1,152 @@
+"""What a caller reads when the database fails: the reason, once."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import logging
+from contextlib import contextmanager
+
+import pytest
+from django.core.management import CommandError, call_command
+from django.db import connection
+
+from dlocks import LockBackendError, db_lock, db_semaphore
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+VENDOR = connection.vendor
+
+
+def locks():
+    """Return locks on one key and on several, in every kind of block."""
+    return [
+        db_lock("stock:7", timeout=1),
+        db_lock("stock:7", timeout=0),
+        db_lock("stock:7", "stock:8", timeout=1),
+        db_semaphore("stock:9", 2, timeout=1),
+    ]
+
+
+@contextmanager
+def logged():
+    """Collect what dlocks logs."""
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logger = logging.getLogger("dlocks")
+    logger.addHandler(handler)
+    try:
+        yield records
+    finally:
+        logger.removeHandler(handler)
+
+
+def acquire_all(pipe):
+    """Acquire each lock in vain, and return the errors and the log."""
+    errors = []
+
+    async def acquire(lock):
+        await lock.aacquire()
+
+    with logged() as records:
+        for lock in locks():
+            for attempt in (lock.acquire, lambda lock=lock: asyncio.run(acquire(lock))):
+                try:
+                    attempt()
+                except LockBackendError as error:
+                    errors.append((str(error), getattr(error, "__notes__", [])))
+    return errors, records
+
+
+def check_health(pipe):
+    """Return what the command prints about the default alias."""
+    out = io.StringIO()
+    with logged() as records:
+        try:
+            call_command("dlocks_health", "--using", "default", stdout=out)
+        except CommandError as error:
+            out.write(str(error))
+    return out.getvalue(), records
+
+
+def elsewhere(**changes):
+    """Return the environment of a process on a changed database."""
+    settings = connection.settings_dict
+    there = {name: str(settings[name]) for name in ("ENGINE", "NAME", "USER", "HOST")}
+    there |= {"PORT": str(settings["PORT"]), "PASSWORD": settings["PASSWORD"]}
+    return {"DLOCKS_TEST_DATABASES": json.dumps({"default": {**there, **changes}})}
+
+
+def dead(_request, tmp_path):
+    if VENDOR == "sqlite":
+        return elsewhere(NAME=str(tmp_path / "missing" / "db.sqlite3"))
+    return elsewhere(PORT="1")
+
+
+def without_tables(_request, tmp_path):
+    names = {"sqlite": str(tmp_path / "empty.sqlite3"), "postgresql": "postgres"}
+    return elsewhere(NAME=names.get(VENDOR, "mysql"))
+
+
+def read_only(request, tmp_path):
+    """Return the environment of a user that may only read."""
+    if VENDOR == "sqlite":
+        name = f"file:{connection.settings_dict['NAME']}?mode=ro"
+        return elsewhere(NAME=name, OPTIONS={"uri": True})
+    tables = "dlocks_resourcelock", "dlocks_lockclaim", "dlocks_holdrecord"
+    if VENDOR == "postgresql":
+        user, create = "dlocks_reader", "CREATE ROLE dlocks_reader LOGIN NOSUPERUSER"
+        remove = ["DROP OWNED BY dlocks_reader", "DROP ROLE dlocks_reader"]
+    else:
+        user, create = "'reader'@'127.0.0.1'", "CREATE USER 'reader'@'127.0.0.1'"
+        remove = [f"DROP USER {user}"]
+    with connection.cursor() as cursor:
+        cursor.execute(create)
+        for table in tables:
+            cursor.execute(f"GRANT SELECT ON {table} TO {user}")
+
+    def drop():
+        with connection.cursor() as cursor:
+            for sql in remove:
+                cursor.execute(sql)
+
+    request.addfinalizer(drop)
+    return elsewhere(USER="dlocks_reader" if VENDOR == "postgresql" else "reader")
+
+
+@pytest.mark.parametrize("failing", [dead, without_tables, read_only])
+def test_a_database_that_fails_is_reported_by_the_error_alone(
+    failing, doomed, request, tmp_path
+):
+    """A request that was not sent, or was refused, leaves no claim to cancel.
+
+    So nothing is logged before the error, for one key and several, permits, threads and
+    coroutines.
+    """
+    worker = doomed(**failing(request, tmp_path))
+    errors, records = worker.call(acquire_all)
+    worker.kill()
+    assert records == []
+    assert len(errors) == 2 * len(locks())
+    for text, notes in errors:
+        assert "database 'default'" in text.lower()
+        assert notes == []
+
+
+@pytest.mark.parametrize("failing", [dead, without_tables, read_only])
+def test_dlocks_health_prints_each_fact_once(failing, doomed, request, tmp_path):
+    """The check and the lock that fail for one reason are one problem."""
+    worker = doomed(**failing(request, tmp_path))
+    text, records = worker.call(check_health)
+    worker.kill()
+    assert records == []
+    first, *problems, last = text.splitlines()
+    assert (first, last) == ("default: not healthy", "Not healthy: default.")
+    fact = {
+        dead: "unable to open" if VENDOR == "sqlite" else "127.0.0.1",
+        without_tables: "migrate dlocks",
+        read_only: "A lock request",
+    }[failing]
+    assert "\n".join(problems).count(fact) == 1
