@@ -38,6 +38,8 @@ class Lease:
     lost: str | None = None
     # When the backend last answered a renewal.
     answered_at = 0.0
+    # Why the last renewal failed, or nothing if it succeeded.
+    failure = ""
 
     def __init__(
         self, lock: Policy, backend: Backend, claim: Claim, grant: Grant, sent: float
@@ -136,13 +138,17 @@ class Lease:
             self.deadline = max(self.deadline, min(sent + seconds, self.last_at))
             step = min(self.claim.ttl / 3, self._renew_every)
             if seconds >= step:
-                self.renew_at = sent + step
+                self.renew_at, self.failure = sent + step, ""
                 return
-        # The row was locked, so the lease was not fully extended. Retry soon.
-        self.put_off_renewal()
+        # The row was locked, so the lease was not fully extended. Retry soon. (Without
+        # ``renew``, it is not extended to its full ttl in any case.)
+        renews = self.kept_until == FOREVER
+        self.put_off_renewal("another transaction had locked its row" if renews else "")
 
-    def put_off_renewal(self) -> None:
-        """Let the next renewal follow after a short delay."""
+    def put_off_renewal(self, why: BaseException | str) -> None:
+        """Let the next renewal follow after a short delay, and note the reason."""
+        # The errors of some drivers have several lines.
+        self.failure = " ".join(str(why).split())
         # The first lease of a queued claim is much shorter than its ttl.
         now = clock.now()
         delay = max(
@@ -156,7 +162,8 @@ class Lease:
             return "its transaction has ended"
         if clock.now() >= self.last_at:
             return f"it was held for its max_hold of {self.max_hold:.10g} s"
-        return f"it was not renewed within its ttl of {self.claim.ttl:g} s"
+        why = f" (the last renewal failed: {self.failure})" if self.failure else ""
+        return f"it was not renewed within its ttl of {self.claim.ttl:g} s{why}"
 
 
 def slow_after(backend: Backend, ttl: float) -> float:

@@ -139,10 +139,10 @@ class WorkerJobs:
             # Other jobs may take seconds where a row is locked. A queue of them would
             # outlast a lease.
             worker.post(partial(self._renew_all, worker, backend), renewal=True)
-        except BaseException:
+        except BaseException as error:
             del worker.renewing[backend]
             for hold in holds:
-                hold.lease.put_off_renewal()
+                hold.lease.put_off_renewal(error)
             raise
 
     def _renew_all(self, worker: ServerWorker, backend: Backend) -> None:
@@ -179,7 +179,7 @@ class WorkerJobs:
             with suppress(Exception):
                 connections.close_all()
             for hold in by_owner.values():
-                hold.lease.put_off_renewal()
+                hold.lease.put_off_renewal(error)
             return
         lost = []
         for owner, hold in by_owner.items():

@@ -12,7 +12,11 @@ import pytest
 from django.core.management import CommandError, call_command
 from django.db import connection
 
-from dlocks import LockBackendError, db_lock, db_semaphore
+from dlocks import LockBackendError, LockLost, db_lock, db_rwlock, db_semaphore
+from dlocks.backends.database import PessimisticBackend
+from dlocks.backends.memory import MemoryBackend
+from tests.for_each import for_each
+from tests.sync_and_async import sync_and_async
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -150,3 +154,53 @@ def test_dlocks_health_prints_each_fact_once(failing, doomed, request, tmp_path)
         read_only: "A lock request",
     }[failing]
     assert "\n".join(problems).count(fact) == 1
+
+
+# The reason for which a lease was not renewed.
+
+
+class Unrenewed:
+    """A backend that grants and releases, but whose renewals fail."""
+
+    def renew(self, claims):
+        raise LockBackendError("FATAL:  sorry,\n too many connections already")
+
+
+class UnrenewedRows(Unrenewed, PessimisticBackend):
+    pass
+
+
+class UnrenewedMemory(Unrenewed, MemoryBackend):
+    pass
+
+
+@for_each("kind", [UnrenewedRows, UnrenewedMemory])
+@sync_and_async
+async def test_the_error_of_a_lost_hold_says_why_its_renewals_failed(
+    do, kind, settings, until
+):
+    """A lease that cannot be renewed ends, and ``LockLost`` has the server's reason.
+
+    That is so for one key, for several, and for shared holds. A hold that is lost for
+    another reason does not repeat an old one.
+    """
+    path = f"{__name__}.{kind.__name__}"
+    settings.DLOCKS = {"failing": {"BACKEND": path, "OPTIONS": {"grace": 0}}}
+    policy = {"using": "failing", "ttl": 0.3}
+    made = [
+        db_lock("stock:7", **policy),
+        db_lock("stock:8", "stock:9", **policy),
+        db_semaphore("stock:10", 2, **policy),
+        db_rwlock("stock:12", **policy).read(),
+    ]
+    if kind is UnrenewedMemory:
+        del made[2:]
+    short = db_lock("stock:11", max_hold=0.15, **policy)
+    holds = [await do.ask(lock, "acquire") for lock in [*made, short]]
+    await do.sync(until, lambda: not any(hold.held for hold in holds))
+    for hold in holds[:-1]:
+        said = "the last renewal failed: FATAL: sorry, too many connections already"
+        with pytest.raises(LockLost, match=rf"\({said}\)\.$"):
+            await do.ask(hold, "release")
+    with pytest.raises(LockLost, match=r"max_hold of 0\.15 s\.$"):
+        await do.ask(holds[-1], "release")
