@@ -57,9 +57,11 @@ def check_settings(**kwargs: Any) -> Messages:
         return [*messages, _incorrect(error)]
     for alias in aliases:
         try:
-            messages += backends[alias].check()
+            found = backends[alias].check()
         except ImproperlyConfigured as error:
-            messages.append(_incorrect(error))
+            found = [_incorrect(error)]
+        # Several aliases may share a database. Its settings are reported once.
+        messages += [message for message in found if message not in messages]
     return messages
 
 

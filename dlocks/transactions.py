@@ -137,12 +137,9 @@ class TransactionMarker:
             or connection.closed_in_transaction
         ):
             return False
-        if (
-            not connection.in_atomic_block
-            and connection.commit_on_exit
-            and not self.is_elsewhere
-        ):
-            # The connection was lost before autocommit, so the list was not emptied.
+        if not connection.in_atomic_block and not self.is_elsewhere:
+            # The connection was lost before autocommit, so the list was not emptied. Or
+            # autocommit is off, and Django does not report when the caller commits.
             # For another thread, the transaction may be about to commit.
             return False
         return self._is_listed(connection) and (
@@ -246,7 +243,15 @@ def why_end_is_unknown(connection: BaseDatabaseWrapper) -> str | None:
         return None
     return (
         f"Autocommit is off on {connection.alias!r}, so Django does not report when"
-        " this transaction ends. Use 'with atomic()' with autocommit on"
+        f" this transaction ends. {how_to_autocommit(connection.alias)}"
+    )
+
+
+def how_to_autocommit(database: str) -> str:
+    """Return a sentence about how to turn autocommit on."""
+    return (
+        f"Remove 'AUTOCOMMIT' from DATABASES[{database!r}], or commit and call"
+        f" transaction.set_autocommit(True, using={database!r}) first"
     )
 
 

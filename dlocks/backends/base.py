@@ -30,6 +30,7 @@ from django.utils.translation import gettext_lazy
 from dlocks.backends.notifiers import Notifier
 from dlocks.exceptions import LockBackendError
 from dlocks.runtime.connected import connection_of
+from dlocks.transactions import how_to_autocommit
 from dlocks.values import (
     Claim,
     Grant,
@@ -263,6 +264,7 @@ class Backend:
             return (
                 f"Autocommit is off on {database!r}, so Django does not report when"
                 " this transaction ends. Use 'with atomic()' or scope='lease'."
+                f" {how_to_autocommit(database)}."
             )
         return None
 

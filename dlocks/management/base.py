@@ -13,6 +13,7 @@ from django.core.management.base import (
     CommandParser,
     no_translations,
 )
+from django.db import connections
 from django.db.utils import Error
 
 from dlocks.backends.base import Backend
@@ -49,6 +50,7 @@ class LockCommand(BaseCommand):
     def handle(self, *args: Any, **options: Any) -> None:
         backend = self._backend(options["using"])
         try:
+            _commit_each_statement(backend.database)
             self.work(backend, **options)
         except (LockBackendError, Error) as error:
             if is_unmigrated(error):
@@ -80,6 +82,15 @@ class LockCommand(BaseCommand):
                 f" command. {why}"
             )
         return backend
+
+
+def _commit_each_statement(database: str) -> None:
+    """Turn autocommit on if no caller has used the connection.
+
+    With ``"AUTOCOMMIT": False`` in DATABASES, nothing would commit what a command does.
+    """
+    if database and (wrapper := connections[database]).connection is None:
+        wrapper.set_autocommit(True)
 
 
 def plural(number: int, noun: str) -> str:

@@ -18,7 +18,7 @@ from django.core.exceptions import SynchronousOnlyOperation
 from django.db import connections
 
 from dlocks.runtime import clock
-from dlocks.runtime.pools import leave_pools
+from dlocks.runtime.pools import use_private_connections
 from dlocks.runtime.process import in_child
 from dlocks.transactions import open_connections
 
@@ -186,7 +186,7 @@ class _Call(Generic[T]):
 
         def run() -> None:
             try:
-                leave_pools()
+                use_private_connections()
                 context.run(self)
             finally:
                 connections.close_all()

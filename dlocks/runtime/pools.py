@@ -1,15 +1,36 @@
-"""Connection pools within the process.
+"""Connection pools within the process, and the connections of dlocks' own threads.
 
-These are Django's own pool for psycopg and the pools of django-db-connection-pool.
+The pools are Django's own for psycopg, and those of django-db-connection-pool.
 """
 
 from __future__ import annotations
 
 import copy
+import weakref
 from contextlib import suppress
+from typing import Any
 
 from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.backends.signals import connection_created
+from django.db.utils import Error
+
+# Seconds for which the server may take to accept a private connection.
+CONNECT_TIMEOUT = 5
+
+# The statements that limit the wait for a lock on a private connection to 5 seconds. A
+# shorter limit of the project stays. Behind a pooler nothing is set, because the next
+# client would inherit it. A pooler reports an invented process id when a connection
+# begins.
+LIMIT_LOCK_WAIT = {
+    "postgresql": (
+        "SELECT set_config('lock_timeout', '5s', false) WHERE pg_backend_pid() ="
+        " %(pid)s AND current_setting('lock_timeout') = '0'"
+    ),
+    "mysql": "SET SESSION lock_wait_timeout = LEAST(@@SESSION.lock_wait_timeout, 5)",
+}
+
+_private: weakref.WeakSet[BaseDatabaseWrapper] = weakref.WeakSet()
 
 
 def is_pooled(wrapper: BaseDatabaseWrapper) -> bool:
@@ -37,18 +58,54 @@ def close_lost(wrapper: BaseDatabaseWrapper) -> None:
         wrapper.pool.check()  # type: ignore[attr-defined]
 
 
-def leave_pools() -> None:
-    """Let the current thread connect to the servers without a pool.
+def use_private_connections() -> None:
+    """Let the current thread, which is one of dlocks, connect in its own way.
 
-    A caller may hold a pooled connection while it waits for dlocks. dlocks must
-    therefore not need another connection from that pool.
+    A private connection uses no pool: a caller may hold a pooled connection while it
+    waits for dlocks. It commits each statement, even with ``"AUTOCOMMIT": False`` in
+    DATABASES, where only the caller would know when to commit. It waits for the server,
+    and for a locked table, for a few seconds only.
     """
     for alias in connections:
         # A database that cannot be used raises its error when it is used.
         with suppress(Exception):
+            if connections[alias].connection is None:
+                connections[alias] = _new_private(alias)
+
+
+def leave_pools() -> None:
+    """Let the current thread, which is about to end, connect without a pool."""
+    for alias in connections:
+        with suppress(Exception):
             wrapper = connections[alias]
             if wrapper.connection is None and is_pooled(wrapper):
                 connections[alias] = unpooled(wrapper)
+
+
+def _new_private(alias: str) -> BaseDatabaseWrapper:
+    # With the settings as they are now. A test may have changed them.
+    wrapper = unpooled(connections.create_connection(alias))
+    wrapper.settings_dict["AUTOCOMMIT"] = True
+    if wrapper.vendor in LIMIT_LOCK_WAIT:
+        wrapper.settings_dict["OPTIONS"].setdefault("connect_timeout", CONNECT_TIMEOUT)
+    _private.add(wrapper)
+    return wrapper
+
+
+def _limit_lock_wait(*, connection: Any, **_: Any) -> None:
+    """Limit the waits of a private connection that was just made."""
+    sql = LIMIT_LOCK_WAIT.get(connection.vendor)
+    if sql is None or connection not in _private:
+        return
+    pid = 0
+    if connection.vendor == "postgresql":
+        pid = connection.connection.info.backend_pid
+    # If the session has ended, the next statement reports it.
+    with suppress(Error), connection.cursor() as cursor:
+        cursor.execute(sql, {"pid": pid})
+
+
+connection_created.connect(_limit_lock_wait, dispatch_uid="dlocks.pools")
 
 
 def _has_django_pool(wrapper: BaseDatabaseWrapper) -> bool:

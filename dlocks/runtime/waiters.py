@@ -23,7 +23,7 @@ from dlocks.runtime.delays import (
     PollSchedule,
 )
 from dlocks.runtime.keeper import OUTSIDE_TIMEOUT
-from dlocks.runtime.pools import leave_pools
+from dlocks.runtime.pools import use_private_connections
 from dlocks.runtime.process import each_in_child
 from dlocks.runtime.threads import BackgroundThread
 from dlocks.runtime.waiter import Waiter, foremost
@@ -121,7 +121,7 @@ class Waiters:
     def _serve(self) -> None:
         notifier: Notifier | None = None
         try:
-            leave_pools()
+            use_private_connections()
             notifier = self._connect()
             can_notify = notifier is not None
             failing_since: float | None = None

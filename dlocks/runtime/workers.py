@@ -15,7 +15,7 @@ from django.db import connections
 from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
 from dlocks.runtime.clock import FOREVER
-from dlocks.runtime.pools import leave_pools
+from dlocks.runtime.pools import use_private_connections
 from dlocks.runtime.threads import BackgroundThread, PythonIsExitingError
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ class ServerWorker:
             self._changed.notify()
 
     def _loop(self) -> None:
-        leave_pools()
+        use_private_connections()
         self._idle_at = clock.now() + IDLE_CLOSE_AFTER
         while True:
             with self._mutex:
@@ -158,9 +158,10 @@ class ServerWorker:
                 ):
                     self._thread.end()
                     break
-            if job is None and clock.now() >= self._idle_at:
+            if job is None and clock.now() >= self._idle_at and self.connected:
                 # The database may be dropped while a hold is not released.
                 connections.close_all()
+                use_private_connections()
             if job is not None:
                 job()
             self.connected = [

@@ -26,6 +26,7 @@ from dlocks.backends.notifiers import RecentKeys
 from dlocks.runtime.polling import SPIN_SECONDS
 from dlocks.runtime.pools import is_pooled
 from dlocks.sql.engines import refuse_lost
+from dlocks.transactions import how_to_autocommit
 from dlocks.values import Claim, seconds
 
 
@@ -136,10 +137,14 @@ class DatabaseBackend(Batch, Release, Renewal, Maintenance, HistoryTable, Backen
     def refusal(self, claim: Claim) -> str | None:
         if claim.scope == "lease":
             if self.dialect.one_writer and self.in_transaction():
+                solution = "Acquire it before the transaction begins"
+                if not self.connection.in_atomic_block:
+                    # Autocommit is off, and every statement is in a transaction.
+                    solution = how_to_autocommit(self.database)
                 return (
                     "SQLite has one writer, which may be the transaction open on"
                     f" {self.database!r}. A lease could not be written beside it."
-                    " Acquire it before the transaction begins."
+                    f" {solution}."
                 )
         elif claim.shared:
             # A shared hold is not the lock row, which a transaction could keep.

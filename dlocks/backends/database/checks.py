@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from django.core import checks
 from django.db import connections
+
+from dlocks.transactions import how_to_autocommit
 
 
 def check_database(alias: str, database: str) -> list[checks.CheckMessage]:
     """Check the settings of a backend's database, without a query."""
     connection = connections[database]
+    messages = _check_engine(alias, database, connection)
+    if not connection.settings_dict["AUTOCOMMIT"]:
+        messages.append(
+            checks.Warning(
+                f"Database {database!r} has 'AUTOCOMMIT': False, so Django does not"
+                " report when its transactions end. Locks outside of 'with atomic()'"
+                " are refused without scope='lease', and so is hold.atomic().",
+                hint=f"{how_to_autocommit(database)}.",
+                id="dlocks.W009",
+            )
+        )
+    return messages
+
+
+def _check_engine(
+    alias: str, database: str, connection: Any
+) -> list[checks.CheckMessage]:
     options = connection.settings_dict["OPTIONS"]
     if connection.vendor == "sqlite":
-        if connection.is_in_memory_db():  # type: ignore[attr-defined]
+        if connection.is_in_memory_db():
             return [
                 checks.Warning(
                     f"The locks of DLOCKS[{alias!r}] are in an in-memory SQLite"

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from dlocks.backends.base import Backend
-from dlocks.runtime.pools import leave_pools
+from dlocks.runtime.pools import use_private_connections
 from dlocks.runtime.process import each_in_child
 
 T = TypeVar("T")
@@ -65,7 +65,7 @@ class Member:
 
     def _loop(self) -> None:
         try:
-            leave_pools()
+            use_private_connections()
             while True:
                 with self._mutex:
                     self._idle += 1
