@@ -11,10 +11,9 @@ from contextlib import contextmanager
 import pytest
 from django.core.management import CommandError, call_command
 from django.db import connection
+from django.utils.module_loading import import_string
 
 from dlocks import LockBackendError, LockLost, db_lock, db_rwlock, db_semaphore
-from dlocks.backends.database import PessimisticBackend
-from dlocks.backends.memory import MemoryBackend
 from tests.for_each import for_each
 from tests.sync_and_async import sync_and_async
 
@@ -166,11 +165,13 @@ class Unrenewed:
         raise LockBackendError("FATAL:  sorry,\n too many connections already")
 
 
-class UnrenewedRows(Unrenewed, PessimisticBackend):
+class UnrenewedRows(
+    Unrenewed, import_string("dlocks.backends.database.PessimisticBackend")
+):
     pass
 
 
-class UnrenewedMemory(Unrenewed, MemoryBackend):
+class UnrenewedMemory(Unrenewed, import_string("dlocks.backends.memory.MemoryBackend")):
     pass
 
 
