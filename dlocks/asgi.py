@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from dlocks.runtime import clock
@@ -52,7 +53,9 @@ def release_at_shutdown(application: Application) -> Application:
         )
         # The threads of the loop may all be busy.
         executor = ThreadPoolExecutor(1)
-        await asyncio.wrap_future(executor.submit(keeper.run, keeper.exit))
+        # The server limits the time of a shutdown.
+        leave = partial(keeper.run, keeper.exit, timeout=None)
+        await asyncio.wrap_future(executor.submit(leave))
         await send({"type": "lifespan.shutdown.complete"})
 
     return with_lifespan

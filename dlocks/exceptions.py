@@ -89,6 +89,8 @@ class LockBackendError(LockError):
     """
 
     changed_nothing = False
+    # Whether another thread still has the request, and carries it out when it can.
+    is_pending = False
 
 
 class StaleVersion(LockError):

@@ -27,6 +27,7 @@ T = TypeVar("T")
 
 logger = logging.getLogger("dlocks")
 
+CANNOT_CANCEL = "The claim on %r could not be cancelled, and expires by itself: %s"
 # What an error says if a reply was lost and the cancellation failed too.
 NOTE = "If the key was acquired all the same, it is free again when its ttl has passed."
 
@@ -142,17 +143,16 @@ class Acquisition(Wait):
         ended = self.hold is not None and self.hold._state.discard()
         release = partial(self.backend.release, self.claim, failed=True)
         try:
-            if waiter is None:
+            if self.failure is not None and self.failure.is_pending:
+                # The worker is still busy with the request, and has to answer it first.
+                keeper.post(partial(self._cancel_later, release), self.backend)
+            elif waiter is None:
                 self._ask(release)
             elif not self._release_inside(release):
                 run_outside(release, self.backend, OUTSIDE_TIMEOUT)
         except LockError as trouble:
             if self.failure is None:
-                logger.warning(
-                    "The claim on %r could not be cancelled, and expires by itself: %s",
-                    self.lock.key,
-                    trouble,
-                )
+                logger.warning(CANNOT_CANCEL, self.lock.key, trouble)
             elif NOTE not in getattr(self.failure, "__notes__", ()):
                 # The caller is about to get the error of the claim itself.
                 self.failure.add_note(NOTE)
@@ -169,6 +169,12 @@ class Acquisition(Wait):
             keeper.post(self.cancel, self.backend)
 
     # Internal methods.
+
+    def _cancel_later(self, release: Callable[[], bool]) -> None:
+        try:
+            release()
+        except LockError as trouble:
+            logger.warning(CANNOT_CANCEL, self.lock.key, trouble)
 
     def _granted_by_notification(self, claim: Claim, waiter: Waiter) -> Hold | None:
         """Return the hold granted by the queue, or None if it must be requested."""

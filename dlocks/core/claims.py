@@ -16,7 +16,7 @@ from dlocks.core.policy import FromSettings, LockPolicy
 from dlocks.runtime import clock
 from dlocks.runtime.clock import FOREVER
 from dlocks.runtime.connected import connection_of
-from dlocks.runtime.keeper import keeper
+from dlocks.runtime.keeper import LONGEST_TIMEOUT, OUTSIDE_TIMEOUT, keeper
 from dlocks.transactions import TransactionMarker, warn_of_old_snapshots
 from dlocks.values import UNLIMITED, Claim
 
@@ -182,17 +182,26 @@ class Claims:
             warn_of_old_snapshots(lock.key)
         return claim
 
-    def _ask(
-        self, function: Callable[..., Any], *arguments: Any, **keywords: Any
-    ) -> Any:
+    @property
+    def _deadline(self) -> float:
+        return FOREVER if self.timeout is None else self.began + self.timeout
+
+    @property
+    def _reply_timeout(self) -> float:
+        """Return the seconds in which a request outside must be answered."""
+        if self.timeout is None:
+            return LONGEST_TIMEOUT
+        return max(0.0, self._deadline - clock.now()) + OUTSIDE_TIMEOUT
+
+    def _ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call the backend.
 
         A lease is requested outside of the caller's transaction and pool.
         """
         lease = self.claim is not None and self.claim.scope == "lease"
-        ask = partial(function, *arguments, **keywords)
+        ask = partial(function, *arguments)
         if lease and (self.backend.in_transaction() or self.backend.connect_first):
-            return keeper.run(ask, self.backend)
+            return keeper.run(ask, self.backend, timeout=self._reply_timeout)
         return ask()
 
 

@@ -40,6 +40,10 @@ logger = logging.getLogger("dlocks")
 # wait for.
 OUTSIDE_TIMEOUT = 5.0
 
+# Seconds after which any other request on another connection fails, if there is no
+# answer. A pool of psycopg gives up after the same time.
+LONGEST_TIMEOUT = 30.0
+
 # Seconds for which the keeper stays ready after a hold. Further holds then need not
 # wake it.
 READY = 0.1
@@ -185,7 +189,7 @@ class Keeper(WorkerJobs):
         function: Callable[[], T],
         backend: Backend | None = None,
         *,
-        timeout: float | None = None,
+        timeout: float | None = LONGEST_TIMEOUT,
     ) -> T:
         """Call a function in the worker of a backend. See ``ServerWorker.run``.
 
@@ -201,6 +205,10 @@ class Keeper(WorkerJobs):
                 raise
             # Neither the worker nor the keeper runs. Only this thread is left.
             return function()
+
+    def post(self, function: Callable[[], object], backend: Backend) -> None:
+        """Call a function in the worker of a backend, after what it has to do now."""
+        self._worker(backend).post(function)
 
     def later(
         self, function: Callable[[], None], seconds: float, backend: Backend

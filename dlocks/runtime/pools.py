@@ -27,7 +27,11 @@ LIMIT_LOCK_WAIT = {
         "SELECT set_config('lock_timeout', '5s', false) WHERE pg_backend_pid() ="
         " %(pid)s AND current_setting('lock_timeout') = '0'"
     ),
-    "mysql": "SET SESSION lock_wait_timeout = LEAST(@@SESSION.lock_wait_timeout, 5)",
+    # MySQL refuses the type of LEAST() itself.
+    "mysql": (
+        "SET SESSION lock_wait_timeout = CAST(LEAST(@@SESSION.lock_wait_timeout, 5) AS"
+        " UNSIGNED)"
+    ),
 }
 
 _private: weakref.WeakSet[BaseDatabaseWrapper] = weakref.WeakSet()

@@ -104,11 +104,13 @@ class ServerWorker:
         try:
             done.get(timeout=timeout)
         except Empty:
-            raise LockBackendError(
+            error = LockBackendError(
                 f"No second database connection became available within {timeout:g} s"
                 " (one is needed because this transaction is still open). The"
                 " connection pool may be exhausted by transactions that wait for locks."
-            ) from None
+            )
+            error.is_pending = True
+            raise error from None
         if errors:
             raise errors[0]
         return results[0]

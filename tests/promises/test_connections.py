@@ -1,18 +1,28 @@
-"""dlocks' own connections commit, and no caller waits for one for ever."""
+"""dlocks' own connections commit, and getting one has a deadline."""
 
 from __future__ import annotations
 
 import asyncio
 import io
 import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
+from asgiref.sync import async_to_sync
 from django.core.management import call_command
-from django.db import connection, transaction
+from django.db import connection, connections, transaction
+from django.db.backends.signals import connection_created
+from django.test import TestCase
 
-from dlocks import db_lock, db_rwlock, db_semaphore
-from dlocks.testing import abandoned
+from dlocks import LockError, LockTimeout, db_lock, db_rwlock, db_semaphore
+from dlocks.testing import abandoned, held_elsewhere
 from tests import jobs
+from tests.servers import PgBouncer
+from tests.settings import PORT
+from tests.timing import in_time
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -181,3 +191,166 @@ def test_a_check_and_the_commands_know_about_autocommit(manual):
     said = manual.call(check_and_clear)
     assert said.count("(dlocks.W009) Database 'default' has 'AUTOCOMMIT': False") == 1
     assert db_lock("stock:7").holder() is None
+
+
+# Deadlines.
+
+
+def take_leases_in_transactions(pipe):
+    """Acquire leases in transactions, which use all sessions of the pooler.
+
+    Return the name of each error, and the duration in seconds.
+    """
+    policy = {"scope": "lease", "timeout": 0.5}
+    one = db_lock("stock:1", **policy)
+    attempts = [
+        one.acquire,
+        async_to_sync(one.aacquire),
+        db_lock("stock:2", "stock:3", **policy).acquire,
+        db_semaphore("stock:4", 2, **policy).acquire,
+    ]
+    open_now = threading.Barrier(len(attempts) + 1)
+    over = threading.Barrier(len(attempts) + 1)
+
+    def attempt(acquire):
+        try:
+            with transaction.atomic():
+                with connection.cursor() as cursor:
+                    cursor.execute("SELECT 1")
+                open_now.wait(60)
+                began = time.monotonic()
+                try:
+                    acquire()
+                except LockError as error:
+                    return type(error).__name__, time.monotonic() - began
+                finally:
+                    over.wait(60)
+        finally:
+            connections.close_all()
+
+    with ThreadPoolExecutor(len(attempts)) as pool:
+        results = [pool.submit(attempt, acquire) for acquire in attempts]
+        open_now.wait(60)
+        over.wait(60)
+        return [result.result() for result in results]
+
+
+@pytest.mark.engine("postgresql")
+def test_an_exhausted_pooler_is_an_error_soon_after_the_timeout(doomed, until):
+    """A lease needs a second session, which the open transactions keep from it.
+
+    No caller waits for as long as the pooler would let it. The requests that are still
+    on their way leave nothing acquired.
+    """
+    with PgBouncer(int(PORT), sessions=4) as narrow:
+        worker = doomed(**narrow.environment)
+        results = worker.call(take_leases_in_transactions)
+        # The pooler has sessions again, and the requests end.
+        keys = [db_lock(f"stock:{number}", timeout=0) for number in range(1, 5)]
+        for lock in keys:
+            until(lambda lock=lock: (hold := lock.try_acquire()) and not hold.release())
+        worker.kill()
+    for name, seconds in results:
+        assert name == "LockBackendError"
+        in_time(seconds, 0.5 + 5.0 + 1.5)
+
+
+LIMIT = {
+    "postgresql": ("SELECT current_setting('lock_timeout')", "5s", "0"),
+    "mysql": ("SELECT @@SESSION.lock_wait_timeout", "5", None),
+}
+
+
+def settings_of_sessions(pipe):
+    """Return the limit of the wait for a lock, by the kind of thread that connects."""
+    found = {}
+
+    def read(*, connection, **_):
+        with connection.cursor() as cursor:
+            cursor.execute(LIMIT[connection.vendor][0])
+            name = threading.current_thread().name
+            found[name] = str(cursor.fetchone()[0])
+
+    connection.close()
+    connection_created.connect(read)
+    try:
+        with transaction.atomic(), db_lock("stock:7", scope="lease", release_at="exit"):
+            pass
+        with ThreadPoolExecutor(1, "other") as pool:
+            with suppress(LockTimeout):
+                pool.submit(db_lock("stock:8", timeout=0.2).acquire).result()
+    finally:
+        connection_created.disconnect(read)
+    return found
+
+
+@SERVERS
+def test_only_the_sessions_of_dlocks_limit_the_wait_for_a_lock(doomed):
+    """A table that a migration has locked stops no renewal for longer than 5 s.
+
+    The caller's own sessions are as Django made them.
+    """
+    with db_lock("stock:8"):
+        found = doomed().call(settings_of_sessions)
+    _, limit, own = LIMIT[connection.vendor]
+    own = own or found["MainThread"]
+    assert own != limit
+    kinds = {"dlocks-worker": limit, "dlocks-waiting": limit, "MainThread": own}
+    assert found.items() >= kinds.items()
+    assert found["other_0"] == own
+
+
+@pytest.mark.engine("postgresql")
+def test_nothing_is_set_for_the_sessions_of_a_pooler(doomed):
+    """The next client of such a session would inherit the setting."""
+    with PgBouncer(int(PORT)) as pooler, db_lock("stock:8"):
+        worker = doomed(**pooler.environment)
+        found = worker.call(settings_of_sessions)
+        worker.kill()
+    assert set(found.values()) == {"0"}
+    assert "dlocks-worker" in found
+
+
+# The transaction of a TestCase, which other sessions cannot see.
+
+
+class TestInATestCase(TestCase):
+    """``held_elsewhere()`` writes in the test's own transaction."""
+
+    def refuse(self, lock, timeout=0.1):
+        began = time.monotonic()
+        with pytest.raises(LockTimeout) as caught:
+            lock.acquire()
+        assert "held by web-2:77:x" in str(caught.value)
+        in_time(time.monotonic() - began, timeout + 1.5)
+
+    @SERVERS
+    def test_a_busy_key_is_a_timeout(self):
+        """It is one after ``timeout``, and its message names the holder.
+
+        That is so for locks in the transaction and leases, one key and several, permits
+        and coroutines, whether the key has been used before or not.
+        """
+        policy = {"timeout": 0.1}
+        for number, more in enumerate([{}, {"scope": "lease"}]):
+            for kind in (
+                db_lock(f"stock:{number}", **policy, **more),
+                db_lock(f"stock:{number}", f"other:{number}", **policy, **more),
+                db_semaphore(f"stock:{number}", 2, **policy),
+            ):
+                with held_elsewhere(f"stock:{number}", holder="web-2:77:x"):
+                    assert db_lock(f"stock:{number}").locked()
+                    self.refuse(kind)
+                assert not db_lock(f"stock:{number}").locked()
+        with held_elsewhere("stock:7", holder="web-2:77:x"):
+            self.refuse(db_lock("stock:7", timeout=0), 0.0)
+            with pytest.raises(LockTimeout, match="held by web-2:77:x"):
+                async_to_sync(db_lock("stock:7", **policy).aacquire)()
+        with db_lock("stock:7", timeout=0) as hold:
+            assert hold.held
+
+    def test_an_abandoned_key_is_taken_over(self):
+        abandoned("stock:7")
+        assert db_lock("stock:7").holder().stale
+        with db_lock("stock:7", timeout=0.3) as hold:
+            assert hold.takeover
