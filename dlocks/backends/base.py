@@ -242,6 +242,15 @@ class Backend:
         """
         return False
 
+    @property
+    def reads_inside(self) -> bool:
+        """Return whether only the caller's transaction sees all of the keys."""
+        return False
+
+    def can_queue(self, claim: Claim) -> bool:
+        """Return whether a claim can join the queue here. No query is sent."""
+        return self.supports_queue
+
     def refusal(self, claim: Claim) -> str | None:
         """Return why the claim cannot be made here, as a sentence, or None.
 

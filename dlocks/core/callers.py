@@ -374,9 +374,17 @@ def holding_of(caller: Caller, backend: Backend) -> tuple[HeldKey, ...]:
     return tuple(held)
 
 
-def run_outside(
-    function: Callable[[], T], backend: Backend, timeout: float | None = None
-) -> T:
+def read_outside(function: Callable[[], T], backend: Backend, timeout: float) -> T:
+    """Call a function that reads, outside of the caller's transaction and pool.
+
+    It is called inside if no other session can see all of the keys.
+    """
+    if backend.reads_inside:
+        return function()
+    return run_outside(function, backend, timeout)
+
+
+def run_outside(function: Callable[[], T], backend: Backend, timeout: float) -> T:
     """Call a function outside of the caller's transaction and pool."""
     if is_outside(backend):
         return keeper.run(function, backend, timeout=timeout)

@@ -9,12 +9,13 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
 
-from dlocks.core.callers import current_caller, run_outside
+from dlocks.core.callers import current_caller, read_outside
 from dlocks.core.detach import detach, release_detached
 from dlocks.core.guard import guarded
 from dlocks.core.kept_hold import KeptHold
 from dlocks.exceptions import LockError
 from dlocks.runtime.coroutines import refuse_in_a_coroutine, run_in_sync_thread
+from dlocks.runtime.keeper import OUTSIDE_TIMEOUT
 from dlocks.values import Claim, Duration
 
 if TYPE_CHECKING:
@@ -139,7 +140,9 @@ class Hold:
         """
         backend = self.backend
         return sum(
-            run_outside(partial(backend.waiting, part.claim.key), backend)
+            read_outside(
+                partial(backend.waiting, part.claim.key), backend, OUTSIDE_TIMEOUT
+            )
             for part in self._state.parts
         )
 

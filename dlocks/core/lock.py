@@ -21,7 +21,7 @@ from dlocks.core.callers import (
     innermost_block,
     last_acquired,
     place_of,
-    run_outside,
+    read_outside,
 )
 from dlocks.core.drive import TaskWakeup, ThreadWakeup, adrive, drive
 from dlocks.core.hold import Hold
@@ -100,7 +100,7 @@ class Lock(LockPolicy):
         """
         backend = backends[self.using]
         ask = partial(backend.holder, self._full_key(backend))
-        return run_outside(ask, backend, OUTSIDE_TIMEOUT)
+        return read_outside(ask, backend, OUTSIDE_TIMEOUT)
 
     def locked(self) -> bool:
         """Return whether the key is leased, by this caller or another."""

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from dlocks.backends.base import ANY_LEASE, HANDOVER_LEASE
-from dlocks.core.callers import holding_of, run_outside
+from dlocks.core.callers import holding_of, read_outside, run_outside
 from dlocks.core.claims import Claims
 from dlocks.core.holder import own_holder_name
 from dlocks.core.policy import shown
@@ -48,13 +48,11 @@ class Wait(Claims):
 
     # Internal methods.
 
-    @property
-    def _deadline(self) -> float:
-        return FOREVER if self.timeout is None else self.began + self.timeout
-
     def _pause(self) -> float:
         left = self._deadline - clock.now()
-        claim = self.claim if self.backend.supports_queue else None
+        claim = self.claim
+        if claim is not None and not self.backend.can_queue(claim):
+            claim = None
         if self.waiter is None and claim is not None and claim.fair and left > 0:
             self.paused = True
             if self._join_queue(claim):
@@ -93,7 +91,7 @@ class Wait(Claims):
     def _refusal(self) -> LockTimeout:
         holder, who = None, ""
         with suppress(LockBackendError):
-            holder, who = run_outside(
+            holder, who = read_outside(
                 self._current_holder, self.backend, OUTSIDE_TIMEOUT
             )
         send_timed_out(self.lock, holder, clock.now() - self.began)
@@ -168,6 +166,7 @@ class Wait(Claims):
             # No caller can queue in the transaction of a single writer. The request
             # reports that.
             and (claim.scope == "lease" or self.backend.refusal(ANY_LEASE) is None)
+            and self.backend.can_queue(claim)
         )
 
     def _join_queue(self, claim: Claim) -> bool:
@@ -187,12 +186,9 @@ class Wait(Claims):
             self.waiter = None
             return False
         sent = clock.now()
-        limit = (
-            None if self.timeout is None else max(0.0, until - sent) + OUTSIDE_TIMEOUT
-        )
         enqueue = partial(self.backend.enqueue, claim, waiters.channel)
         try:
-            ticket = run_outside(enqueue, self.backend, limit)
+            ticket = run_outside(enqueue, self.backend, self._reply_timeout)
         except LockBackendError as error:
             self.failure = error
             if error.changed_nothing:

@@ -26,7 +26,7 @@ from dlocks.backends.notifiers import RecentKeys
 from dlocks.runtime.polling import SPIN_SECONDS
 from dlocks.runtime.pools import is_pooled
 from dlocks.sql.engines import refuse_lost
-from dlocks.transactions import how_to_autocommit
+from dlocks.transactions import how_to_autocommit, in_testcase
 from dlocks.values import Claim, seconds
 
 
@@ -133,6 +133,17 @@ class DatabaseBackend(Batch, Release, Renewal, Maintenance, HistoryTable, Backen
         if connection.connection is None and is_pooled(connection):
             return self._session
         return None
+
+    @property
+    def reads_inside(self) -> bool:
+        # What a TestCase has written is not committed, and will not be.
+        connection = self.connection
+        return in_testcase(connection) and not connection.needs_rollback
+
+    def can_queue(self, claim: Claim) -> bool:
+        # In a TestCase, the row may be one that only its transaction sees. A session
+        # that queued the claim would wait for that transaction.
+        return claim.scope == "lease" or not in_testcase(self.connection)
 
     def refusal(self, claim: Claim) -> str | None:
         if claim.scope == "lease":

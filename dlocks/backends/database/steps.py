@@ -25,6 +25,9 @@ from dlocks.sql.dialect import KEY
 from dlocks.sql.prepared import is_in_progress
 from dlocks.values import Claim
 
+# Attempts to create the row of a key, per step.
+CREATION_TRIES = 3
+
 
 class Steps(TransactionLocks):
     """The part that executes steps, which lock the lock row first.
@@ -55,7 +58,7 @@ class Steps(TransactionLocks):
         """
         connection = self.connection
         ours = not self.in_transaction()
-        tries, lock_tries, reconnected = 0, 0, False
+        tries, lock_tries, creations, reconnected = 0, 0, 0, False
         handled = sys.exc_info()[1]
         dialect = self.dialect
         locking = dialect.for_update_in_turn if waits else dialect.for_update
@@ -70,13 +73,19 @@ class Steps(TransactionLocks):
                 block = transaction.atomic(using=self.database)
                 with self._with_short_timeout(), limited(connection), block:
                     try:
-                        return work(
-                            self._lock(key, locking, patiently=patiently, bounded=ours)
+                        row = self._lock(
+                            key,
+                            locking,
+                            patiently=patiently,
+                            bounded=ours,
+                            creates=creations < CREATION_TRIES,
                         )
+                        return work(row)
                     except BaseException as cause:
                         raised = cause
                         raise
             except _AbsentError:
+                creations += 1
                 self._create(key)
             except _LockedError:
                 lock_tries += 2
@@ -170,7 +179,7 @@ class Steps(TransactionLocks):
         return None
 
     def _lock(
-        self, key: str, locking: str, *, patiently: bool, bounded: bool
+        self, key: str, locking: str, *, patiently: bool, bounded: bool, creates: bool
     ) -> LockedRow | None:
         dialect = self.dialect
         parameters = {"key": key}
@@ -195,7 +204,9 @@ class Steps(TransactionLocks):
             held = Held(Claim(key=key, ttl=0.0, owner=owner), version, at.date, left)
             state = KeyState(version, held, status != "P")
             return LockedRow(key, state, at, waiters, shares, int(ends))
-        if not self._rows(
+        # A transaction that does not end, such as that of a TestCase, may have created
+        # the row. Then it is locked, although it cannot be seen.
+        if creates and not self._rows(
             self._text(f"SELECT 1{bound} FROM {{locks}} WHERE {KEY}"), parameters
         ):
             raise _AbsentError
