@@ -187,7 +187,8 @@ async def test_the_error_of_a_lost_hold_says_why_its_renewals_failed(
     """
     path = f"{__name__}.{kind.__name__}"
     settings.DLOCKS = {"failing": {"BACKEND": path, "OPTIONS": {"grace": 0}}}
-    policy = {"using": "failing", "ttl": 0.3}
+    lost = []
+    policy = {"using": "failing", "ttl": 0.3, "on_lost": lost.append}
     made = [
         db_lock("stock:7", **policy),
         db_lock("stock:8", "stock:9", **policy),
@@ -198,7 +199,7 @@ async def test_the_error_of_a_lost_hold_says_why_its_renewals_failed(
         del made[2:]
     short = db_lock("stock:11", max_hold=0.15, **policy)
     holds = [await do.ask(lock, "acquire") for lock in [*made, short]]
-    await do.sync(until, lambda: not any(hold.held for hold in holds))
+    await do.sync(until, lambda: len(lost) == len(holds))
     for hold in holds[:-1]:
         said = "the last renewal failed: FATAL: sorry, too many connections already"
         with pytest.raises(LockLost, match=rf"\({said}\)\.$"):
