@@ -22,7 +22,7 @@ from dlocks.runtime import clock
 from dlocks.runtime.clock import FOREVER
 from dlocks.runtime.greenlets import is_alive
 from dlocks.runtime.jobs import WorkerJobs
-from dlocks.runtime.pools import leave_pools
+from dlocks.runtime.pools import leave_pools, use_private_connections
 from dlocks.runtime.process import at_child_exit, in_child
 from dlocks.runtime.threads import BackgroundThread, PythonIsExitingError
 from dlocks.runtime.workers import IDLE_CLOSE_AFTER, ServerWorker
@@ -206,10 +206,6 @@ class Keeper(WorkerJobs):
             # Neither the worker nor the keeper runs. Only this thread is left.
             return function()
 
-    def post(self, function: Callable[[], object], backend: Backend) -> None:
-        """Call a function in the worker of a backend, after what it has to do now."""
-        self._worker(backend).post(function)
-
     def later(
         self, function: Callable[[], None], seconds: float, backend: Backend
     ) -> None:
@@ -285,7 +281,7 @@ class Keeper(WorkerJobs):
         """
 
         def run() -> None:
-            leave_pools()
+            use_private_connections()
             try:
                 job()
             finally:
