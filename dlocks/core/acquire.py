@@ -134,7 +134,7 @@ class Acquisition(Wait):
     def cancel(self) -> None:
         """Cancel the claim, and leave nothing acquired or queued."""
         if self.entering is not None:
-            self.entering.revert_entry(self.count_before)
+            self.entering.revert_entry(self.entry)
         waiter = self.waiter
         if waiter is not None:
             waiters_of(self.backend).remove(waiter)

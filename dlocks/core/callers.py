@@ -345,6 +345,25 @@ def is_in_block(state: Any) -> bool:
     return any(state in hold._state.parts for hold in holds)
 
 
+def is_used_elsewhere(hold: Any) -> bool:
+    """Return whether another thread is in a block of a lock with the hold.
+
+    The calls of a task run in any thread, so the block of a task does not count.
+    """
+    with _mutex:
+        blocks = list(itertools.chain.from_iterable(_blocks.values()))
+    return any(
+        is_other_thread(block[0]) and hold in block[2]._state.parts for block in blocks
+    )
+
+
+def is_other_thread(caller: Caller) -> bool:
+    """Return whether a caller is a thread that runs and is not the current one."""
+    if hasattr(caller, "get_loop"):
+        return False
+    return caller is not threading.current_thread() and is_alive(caller)
+
+
 def _is_over(caller: Caller) -> bool:
     return caller.done() if hasattr(caller, "done") else not is_alive(caller)
 

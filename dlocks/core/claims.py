@@ -32,9 +32,8 @@ class Claims:
     """The first step of an acquisition: to enter a hold, or to make a claim."""
 
     claim: Claim | None = None
-    # The hold that is entered again, and its count before that.
+    # The hold that is entered again.
     entering: KeptHold | None = None
-    count_before = 0
 
     def __init__(
         self,
@@ -60,6 +59,8 @@ class Claims:
         self.key = lock._full_key(self.backend)
         self._entry_key = caller, self.backend.identity, self.key, lock.shared
         self.began = clock.now()
+        # The entry of this acquisition in a hold that is entered again.
+        self.entry = object()
 
     @property
     def in_transaction(self) -> bool:
@@ -121,8 +122,9 @@ class Claims:
                 " not part of the transaction. Begin the transaction with 'with"
                 " hold.atomic()' of the lease, or leave out scope='transaction'."
             )
-        self.entering, self.count_before = hold, hold.count
-        if not hold.enter(self.lock):
+        # First, so that an interrupt cannot leave an entry behind.
+        self.entering = hold
+        if not hold.enter(self.lock, self.entry):
             self.entering = None
         return self.entering is not None
 

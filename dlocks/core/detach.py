@@ -8,7 +8,7 @@ from functools import partial
 
 from django.core import signing
 
-from dlocks.core.callers import holds_by_caller, note_acquired
+from dlocks.core.callers import is_other_thread, is_used_elsewhere
 from dlocks.core.kept_hold import KeptHold
 from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
@@ -32,8 +32,10 @@ def detach(hold: KeptHold, *, within: Duration | None = None) -> str:
     hold.
 
     Raise LockLost if the hold is no longer held. Raise RuntimeError in transaction
-    scope, for a shared hold, for one that was entered more than once, and if the
-    backend cannot hand over. Inside a transaction, send the text from ``on_commit()``.
+    scope, for a shared hold, for one that was entered more than once, while a block of
+    another thread or ``hold.atomic()`` uses it, and if the backend cannot hand over. A
+    hold that is left while this fails is released. Inside a transaction, send the text
+    from ``on_commit()``.
     """
     if within is not None:
         within = seconds("within", within, above_zero=True)
@@ -41,19 +43,20 @@ def detach(hold: KeptHold, *, within: Duration | None = None) -> str:
         why = refusal(dataclasses.replace(claim, ttl=within))
         if why is not None and refusal(claim) is None:
             raise ValueError(f"{hold.lock.key!r} cannot be detached. {why}")
-    was_over = hold.is_over
+    offer = object()
     try:
-        return _detached(hold, hold.claim.ttl if within is None else within)
+        return _detached(hold, hold.claim.ttl if within is None else within, offer)
     except BaseException:
-        if hold.is_over and not was_over:
+        if hold.offer is offer and hold.is_over:
             # Interrupted, so no process will ever receive the text.
+            hold.forget()
             hold.release_again()
         raise
 
 
-def _detached(hold: KeptHold, ttl: float) -> str:
+def _detached(hold: KeptHold, ttl: float, offer: object) -> str:
     lock = hold.lock
-    min_hold, max_hold = _transfer(hold, ttl)
+    min_hold, max_hold = _transfer(hold, ttl, offer)
     data = {
         # The rest of max_hold counts from here, in any process.
         "at": clock.wall_now(),
@@ -81,11 +84,11 @@ def release_detached(hold: KeptHold) -> None:
         hold.release_again()
 
 
-def _transfer(hold: KeptHold, ttl: float) -> tuple[float, float]:
+def _transfer(hold: KeptHold, ttl: float, offer: object) -> tuple[float, float]:
     """End the hold here, without releasing the key.
 
     The lease lasts for ``ttl`` more seconds. Return the seconds left of
-    ``min_hold`` and ``max_hold``.
+    ``min_hold`` and ``max_hold``. ``offer`` identifies this call.
     """
     if hold.scope == "transaction":
         raise RuntimeError(
@@ -103,22 +106,37 @@ def _transfer(hold: KeptHold, ttl: float) -> tuple[float, float]:
         )
     if (why := hold.backend.refusal(hold.claim)) is not None:
         raise RuntimeError(f"{hold.lock.key!r} cannot be handed over here. {why}")
+    is_used = is_used_elsewhere(hold)
     with hold.lease.mutex:
         if hold.count > 1:
             raise RuntimeError(
                 f"{hold.lock.key!r} cannot be handed over while its caller has acquired"
                 f" it {hold.count} times. Release the inner holds first."
             )
+        if is_used or any(map(is_other_thread, hold.users)):
+            raise RuntimeError(
+                f"{hold.lock.key!r} cannot be handed over, because another thread is in"
+                " a block that holds it. Detach it there."
+            )
+        if hold.pinned:
+            raise RuntimeError(
+                f"{hold.lock.key!r} cannot be handed over inside hold.atomic()."
+            )
         ended = hold.lease.ended or hold.count == 0
+        if not ended and hold.held:
+            # From here on, no caller enters it. Written first, for an interrupt.
+            hold.offer = offer
+            hold.lease.ended = True
     now = clock.now()
     left = (
         hold.lease.kept_for,
         hold.lease.last_at - now,
     )
-    if not ended and not hold.held:
-        hold.loss(hold.lease.why_not())
-    if hold.lease.lost is not None or ended or not hold.end():
+    if hold.offer is not offer:
+        if not ended:
+            hold.loss(hold.lease.why_not())
         raise hold.lost_error(hold.lease.lost or "it has ended")
+    keeper.drop(hold)
     claim = dataclasses.replace(hold.claim, ttl=min(ttl, left[1]))
     sent = clock.now()
     try:
@@ -128,11 +146,10 @@ def _transfer(hold: KeptHold, ttl: float) -> tuple[float, float]:
         # The backend may have changed the lease all the same.
         hold.lease.deadline = min(hold.lease.deadline, sent + claim.ttl)
         hold.lease.renew_at = sent
-        hold.lease.ended = False
-        holds_by_caller.update(dict.fromkeys(hold.entered_as, hold))
-        note_acquired(hold.lock, hold)
-        keeper.keep(hold)
+        if hold.withdraw_offer():
+            keeper.keep(hold)
         raise
+    hold.forget()
     if not stands:
         hold.lease.lost = hold.why_gone()
         hold.report_loss()

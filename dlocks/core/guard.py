@@ -120,17 +120,23 @@ def _pin_first(
     if hold.scope == "transaction":
         hold.check()
         return None
-    if hold.is_over:
-        hold.forget_entries()
-        raise hold.lost_error()
     # The rollback of an outer savepoint may undo the write, although the row stays
     # locked. This comes first among the on_commit() callbacks.
     here = TransactionMarker.here(connection)
     pin = TransactionMarker.of_lock(connection)
     # The row of a pinned hold stays locked, even if its lease has expired.
     late = hold.pinned or hold.next_claim().late
-    # Before the write, so that the keeper sends no request for the hold meanwhile.
-    hold.pinned_in.append(pin)
+    with hold.lease.mutex:
+        # Before the write, so that the keeper sends no request for the hold meanwhile.
+        # A hold that is being released or detached is refused. That request would wait
+        # for the end of this transaction.
+        refused = hold.is_over or not (hold.count or hold.left_in)
+        if not refused:
+            hold.pinned_in.append(pin)
+    if refused:
+        if hold.lease.lost is not None:
+            hold.forget_entries()
+        raise hold.lost_error()
     try:
         _pin(hold, database, late=late)
     except LockError:

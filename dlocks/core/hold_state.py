@@ -30,7 +30,7 @@ from dlocks.runtime.jobs import GONE
 from dlocks.runtime.keeper import OUTSIDE_TIMEOUT, keeper
 from dlocks.signals import is_interrupt, send_ended
 from dlocks.text import shown_holder
-from dlocks.transactions import TransactionMarker, in_testcase
+from dlocks.transactions import TransactionMarker, in_testcase, standing
 from dlocks.values import Claim, Grant
 
 if TYPE_CHECKING:
@@ -48,6 +48,8 @@ class HoldState:
 
     # Number of 'with hold' blocks that are open.
     blocks = 0
+    # Set by the thread that detaches the hold, which counts as ended meanwhile.
+    offer: object | None = None
     # Number of responses that end it, perhaps after the event loop of their view.
     prolonged = 0
     failed = False
@@ -83,12 +85,14 @@ class HoldState:
         self.waited = waited
         self.caller = caller
         self._pid = os.getpid()
-        # How often the caller has entered and not left.
-        self.count = 1
-        # The lock of each entry, newest last, and until when the key was to stay taken
-        # before that entry. The last entry that is left stays here, since its
-        # transactions may not have ended.
-        self.entered_by: list[tuple[Policy, float]] = [(lock, 0.0)]
+        # One object per entry that was not left, the oldest first. An entry has an
+        # identity, so that the end of an acquisition leaves its own one, and once.
+        self.open_entries: list[object] = [object()]
+        # The lock of each entry, newest last, until when the key was to stay taken
+        # before that entry, and the entry if its acquisition may still be cancelled.
+        # The last entry that is left stays here, since its transactions may not have
+        # ended.
+        self.entered_by: list[tuple[Policy, float, object]] = [(lock, 0.0, None)]
         # The callers of the open 'with hold' blocks. They need not be the one that
         # acquired it.
         self.users: list[Caller] = []
@@ -96,6 +100,9 @@ class HoldState:
         self.leaves_at_exit = lock.release_at == "exit"
         # Transactions in which the lease was left, and at whose end it is released.
         self.left_in: list[TransactionMarker] = []
+        # Those in which it was left before it was entered again. They may still be
+        # open in other threads.
+        self.left_before: list[TransactionMarker] = []
         # Transactions of hold.atomic() that keep the key, whatever the clocks say.
         self.pinned_in: list[TransactionMarker] = []
         # Its keys in holds_by_caller.
@@ -128,6 +135,11 @@ class HoldState:
     @property
     def is_forked(self) -> bool:
         return self._pid != os.getpid()
+
+    @property
+    def count(self) -> int:
+        """Return how often the hold was entered and not left."""
+        return len(self.open_entries)
 
     @property
     def entries(self) -> int:
@@ -192,19 +204,24 @@ class HoldState:
     @property
     def is_orphaned(self) -> bool:
         """Return whether its callers have ended, and nothing else will release it."""
-        return not (self.prolonged or self.left_in) and all(
-            map(has_ended, self.callers)
-        )
+        if self.prolonged or self.left_in or standing(self.left_before):
+            return False
+        return all(map(has_ended, self.callers))
 
     def add_user(self, caller: Caller) -> None:
         """Record the caller of a block that begins, or raise LockLost."""
-        # In one section with the check, since the keeper ends an orphaned hold.
+        # In one section with the check, since the keeper ends an orphaned hold, and
+        # another thread may detach it.
         with self.lease.mutex:
-            lost = self.lease.lost
-            if lost is None:
+            over, lost = self.lease.is_over, self.lease.lost
+            if not over:
                 self.users.append(caller)
         if lost is not None:
             raise self.loss(lost)
+        if over:
+            raise self.lost_error(
+                None if self.offer is None else "it is being handed over"
+            )
 
     def remove_user(self, caller: Caller) -> None:
         """Forget the caller of a block that has ended."""
@@ -269,7 +286,7 @@ class HoldState:
             self.lease.note_answer(sent, left[self.claim.owner])
         self.refuse_ended()
 
-    def add_entry(self, lock: Policy) -> None:
+    def add_entry(self, lock: Policy, entry: object) -> None:
         """Add the lock of one more entry, or raise LockLost if the hold has ended.
 
         Its ``on_lost`` is called from now on, and its ``min_hold`` counts from now.
@@ -277,7 +294,7 @@ class HoldState:
         lease = self.lease
         with lease.mutex:
             if not self.is_over:
-                self.entered_by.append((lock, lease.taken_until))
+                self.entered_by.append((lock, lease.taken_until, entry))
                 lease.keep_taken(lock.min_hold)
                 return
         raise self.loss(lease.why_not())
@@ -290,6 +307,14 @@ class HoldState:
         if len(self.entered_by) == 1:
             return self.lease.taken_until
         return self.entered_by.pop()[1]
+
+    def revert_lock(self, entry: object) -> None:
+        """Remove the lock of an entry that its caller never received, if it is there.
+
+        Its owner holds the mutex.
+        """
+        if self.entered_by[-1][2] is entry:
+            self.lease.taken_until = self.remove_entry()
 
     def refuse_ended(self) -> None:
         """Raise LockLost if the hold ended while the backend was asked about it."""
@@ -364,7 +389,7 @@ class HoldState:
             return
         send_ended(hold, "lost")
         callbacks: list[Callable[[Any], object]] = []
-        for lock, _ in list(self.entered_by):
+        for lock, *_ in list(self.entered_by):
             if lock.on_lost is not None and lock.on_lost not in callbacks:
                 callbacks.append(lock.on_lost)
         for on_lost in callbacks:

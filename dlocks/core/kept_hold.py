@@ -127,7 +127,7 @@ class KeptHold(Release):
             if stays or not self.lease.lose(why):
                 return
             self.failed = True
-        self._forget()
+        self.forget()
         try:
             self._release_lost()
         finally:

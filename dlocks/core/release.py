@@ -12,7 +12,7 @@ from dlocks.core.hold_state import HoldState
 from dlocks.exceptions import LockBackendError, LockError
 from dlocks.runtime.keeper import keeper
 from dlocks.signals import send_ended
-from dlocks.transactions import TransactionMarker, open_connections
+from dlocks.transactions import TransactionMarker, open_connections, standing
 
 if TYPE_CHECKING:
     from dlocks.protocols import Policy
@@ -46,13 +46,14 @@ class Release(HoldState):
         """Return whether only open transactions keep the hold."""
         return self.count == 0 and self.in_transactions and self.held
 
-    def enter(self, lock: Policy) -> bool:
-        """Count one more entry, and check that the key is still held.
+    def enter(self, lock: Policy, entry: object) -> bool:
+        """Add an entry, and check that the key is still held.
 
-        Return False if the hold has ended. Raise LockLost if it is lost.
+        Return False if the hold has ended. Raise LockLost if it is lost. After any
+        error, ``revert_entry()`` has to follow.
         """
         with self.lease.mutex:
-            # Counted first, so that no other thread releases the key meanwhile.
+            # Added first, so that no other thread releases the key meanwhile.
             if self.lease.ended or not (self.count or self.left_in):
                 # Another thread is just releasing it.
                 return False
@@ -61,46 +62,53 @@ class Release(HoldState):
                 self.blocks = 0
                 self.leaves_at_exit = True
             self.leaves_at_exit = self.leaves_at_exit and lock.release_at == "exit"
-            self.count += 1
+            self.open_entries.append(entry)
             count = self.count
-            # The earlier transactions do not matter until the hold is left again.
-            left_in, self.left_in = self.left_in, []
+            # Other threads may still be in these transactions when it is left again.
+            self.left_before = standing(self.left_before, self.left_in)
+            self.left_in = []
         keeper.forget_end(self)
-        try:
-            if not self.keeps:
-                raise self.loss(self.lease.why_not())
-            if not self.confirmed(count):
-                raise self.loss(self.why_gone())
-            self.add_entry(lock)
-        except BaseException:
-            with self.lease.mutex:
-                # Another thread may have left meanwhile.
-                self.count -= 1
-                self.left_in = left_in
-            if left_in:
-                keeper.await_end(self)
-            raise
+        if not self.keeps:
+            raise self.loss(self.lease.why_not())
+        if not self.confirmed(count):
+            raise self.loss(self.why_gone())
+        self.add_entry(lock, entry)
         return True
 
     def prolong(self) -> None:
         """Count one more entry, so that the hold outlasts the current block."""
         with self.lease.mutex:
-            self.count += 1
+            self.open_entries.append(object())
             self.prolonged += 1
             self.entered_by.append(self.entered_by[-1])
 
-    def revert_entry(self, count: int) -> None:
-        """Restore the count from before an entry that its caller never received."""
-        with self.lease.mutex:
-            if self.count > count:
-                self.count = count
-                self.lease.taken_until = self.remove_entry()
-        if (
-            self.count == 0
-            and not self.left_in
-            and not self._leave_in_transactions()
-            and self.end()
-        ):
+    def revert_entry(self, entry: object) -> None:
+        """Leave an entry that its caller never received, unless it was left.
+
+        Like any other entry, the last one to be left releases the key.
+        """
+        last = False
+        try:
+            with self.lease.mutex:
+                if self.lease.ended or entry not in self.open_entries:
+                    return
+                last = self.count == 1
+                self.open_entries.remove(entry)
+                self.revert_lock(entry)
+            if last and (self.is_over or not self._leave_in_transactions()):
+                self._end_unreceived()
+        except BaseException:
+            if last:
+                self.resume_release(entry)
+            raise
+
+    def _end_unreceived(self) -> None:
+        is_lost = self.lease.lost is not None
+        if not self.end():
+            return
+        if is_lost:
+            self.release_again()
+        else:
             self.try_release_claim()
 
     def release(self, *, failed: bool = False, at_block_end: bool = False) -> None:
@@ -109,16 +117,23 @@ class Release(HoldState):
         Raise LockLost if the hold was lost, or if a block outlived its transaction.
         """
         ended = self.scope == "transaction" and self.outlives_transaction()
-        count = None
+        count = entry = None
         try:
             with self.lease.mutex:
-                if self.lease.ended or self.count == 0:
+                if self.count == 0 or (self.lease.ended and self.offer is None):
                     return
                 count = self.count - 1
-                self.count = count
+                # The newest may be one that its caller has not received yet.
+                entry = self.open_entries[0]
+                del self.open_entries[0]
                 self.failed = self.failed or failed
                 if count:
                     self.remove_entry()
+                if self.lease.ended:
+                    # Another thread is detaching it. If that fails, the hold ends.
+                    count = None
+                    self.left_before += self._marks_here()
+                    return
             if ended and not at_block_end:
                 # The work was committed under the lock, or undone.
                 if count == 0 and self.end():
@@ -130,7 +145,7 @@ class Release(HoldState):
         except BaseException:
             # An interrupted release must not leave the key acquired.
             if count == 0:
-                self.resume_release()
+                self.resume_release(entry)
             raise
 
     def outlives_transaction(self) -> bool:
@@ -175,7 +190,8 @@ class Release(HoldState):
 
         The lock cancels its claim. Return whether its end is still to be signalled.
         """
-        self.count, self.failed = 0, True
+        self.open_entries.clear()
+        self.failed = True
         return self.end() and self.lease.lost is None
 
     def release_claim(self, *, done: bool = False, report: bool = True) -> None:
@@ -222,11 +238,20 @@ class Release(HoldState):
         except LockError as trouble:
             logger.warning("%s", trouble)
 
-    def resume_release(self) -> None:
-        """Release the key after an interrupt, or at the end of open transactions."""
+    def resume_release(self, entry: object = None) -> None:
+        """Release the key after an interrupt, or at the end of open transactions.
+
+        ``entry`` is the one that was being left.
+        """
+        with self.lease.mutex:
+            if entry in self.open_entries:
+                self.open_entries.remove(entry)
+            if self.open_entries:
+                # It was kept by a transaction, and another caller has entered it.
+                return
         if self.lease.is_over or not self._leave_in_transactions():
             if not self.end():
-                self._forget()
+                self.forget()
             self.release_again()
 
     def release_again(self) -> None:
@@ -243,10 +268,11 @@ class Release(HoldState):
         """
         if not self.lease.end():
             return False
-        self._forget()
+        self.forget()
         return True
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Stop watching and finding a hold that has ended."""
         keeper.drop(self)
         self.forget_entries()
         forget_acquired(self)
@@ -257,10 +283,33 @@ class Release(HoldState):
         Return False if a release has more to do, or less.
         """
         with self.lease.mutex:
-            if self.count != 1 or not self.held or self.lease.kept_for:
+            if (
+                self.count != 1
+                or not self.held
+                or self.lease.kept_for
+                or standing(self.pinned_in, self.left_before)
+            ):
                 return False
-            self.count, self.failed = 0, self.failed or failed
+            self.open_entries.clear()
+            self.failed = self.failed or failed
         return self.end()
+
+    # The offer of a hold to another process.
+
+    def withdraw_offer(self) -> bool:
+        """Continue a hold that could not be detached, or end it if it was left.
+
+        Return whether the keeper has to watch it again.
+        """
+        with self.lease.mutex:
+            self.offer = None
+            self.lease.ended = False
+            continues = self.count > 0
+        if continues or self._leave_in_transactions():
+            return True
+        if self.end():
+            self.try_release_claim()
+        return False
 
     # The release of a lease that was left in open transactions, at their end.
 
@@ -269,20 +318,14 @@ class Release(HoldState):
 
         Their changes are not visible before. With ``release_at="exit"``, keep it only
         for those beside which it cannot be written. They have pinned it, or the
-        database has a single writer.
+        database has a single writer. Transactions of other threads in which it was left
+        before count too.
         """
         if self.scope == "transaction":
             return False
-        marks = [mark for mark in list(self.pinned_in) if mark.stands]
-        if not self.leaves_at_exit:
-            marks += map(TransactionMarker.whole, open_connections())
-        elif not marks and self.backend.refusal(self.claim) is not None:
-            # A rollback would undo a release written here.
-            marks = [
-                TransactionMarker.whole(one)
-                for one in open_connections()
-                if one.alias == self.backend.database
-            ]
+        here = self._marks_here()
+        # Read after the last entry was left. No guard begins from then on.
+        marks = standing(self.pinned_in, self.left_before, self.left_in, here)
         for mark in marks:
             if self.settle not in mark.at_commit:
                 mark.at_commit.append(self.settle)
@@ -294,11 +337,24 @@ class Release(HoldState):
             keeper.await_end(self)
         return bool(marks)
 
+    def _marks_here(self) -> list[TransactionMarker]:
+        """Return the marks of this thread's transactions that have to end first."""
+        opened = open_connections()
+        if self.leaves_at_exit:
+            # A rollback would undo a release written beside the only writer.
+            beside = self.backend.refusal(self.claim) is not None
+            database = self.backend.database
+            opened = [one for one in opened if beside and one.alias == database]
+        return [TransactionMarker.whole(one) for one in opened]
+
     @property
     def to_settle(self) -> bool:
-        """Return whether the transactions in which it was left have ended."""
+        """Return whether the transactions in which it was left have ended.
+
+        Those that pinned it meanwhile count too.
+        """
         left_in = self.left_in
-        return bool(left_in) and not any(mark.stands for mark in left_in)
+        return bool(left_in) and not standing(left_in, self.pinned_in)
 
     def settle(self, timeout: float = SETTLE_TIMEOUT) -> None:
         """Release a lease once all transactions in which it was left have ended.

@@ -121,9 +121,9 @@ def test_a_hold_that_ends_just_then_is_not_entered_again(monkeypatch, threads, i
         entered.wait(20)
         return leave()
 
-    def note_entry(policy):
+    def note_entry(*args):
         try:
-            return enter(policy)
+            return enter(*args)
         finally:
             entered.set()
 

@@ -1,0 +1,248 @@
+"""``hold.detach()`` while other threads enter, use or leave the hold."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from django.db import transaction
+
+from dlocks import (
+    LockBackendError,
+    LockLost,
+    db_lock,
+    resume_hold,
+)
+from tests.for_each import for_each
+from tests.promises.yields import yielding
+
+pytest_plugins = ["tests.promises.stops"]
+pytestmark = [pytest.mark.django_db(transaction=True)]
+
+EVERY = for_each(
+    "using",
+    [f"stopping {name}" for name in ("pessimistic", "optimistic", "insert", "memory")],
+)
+SERVERS = pytest.mark.engine("postgresql", "mariadb", "mysql")
+
+
+@pytest.fixture
+def in_block(threads):
+    """Return a function that opens a block in another thread until it is called."""
+    ends = []
+
+    def begin(block):
+        begun, end = threading.Event(), threading.Event()
+        ends.append(end)
+
+        def work():
+            with block as hold:
+                holds.append(hold)
+                begun.set()
+                assert end.wait(20)
+
+        holds = []
+        thread = threads(work)
+        assert begun.wait(20)
+
+        def finish():
+            end.set()
+            thread.join(20)
+
+        return holds[0], finish
+
+    yield begin
+    for end in ends:
+        end.set()
+
+
+# A text is never resumed while a block of the hold runs.
+
+
+@EVERY
+def test_a_hold_is_not_detached_under_the_block_of_another_thread(
+    using, stops, in_block, is_busy
+):
+    """The block goes on, and the key is free at its end.
+
+    The block is one of the lock, or of the hold that was passed to the thread.
+    """
+    lock = db_lock("export:7", using=using)
+    for begin in (lambda: lock, lock.acquire):
+        hold, finish = in_block(begin())
+        with pytest.raises(RuntimeError, match="another thread is in a block"):
+            hold.detach()
+        hold.check()
+        finish()
+        assert not is_busy("export:7", using)
+
+
+@EVERY
+def test_a_block_of_another_thread_is_refused_while_a_hold_is_detached(
+    using, stops, threads, in_other_thread
+):
+    """Neither the hold itself nor its lock lets another thread in."""
+    lock = db_lock("export:7", using=using)
+    hold = lock.acquire()
+    detaching = stops.at("renew")
+    thread = threads(hold.detach)
+    detaching.wait()
+    assert not hold.held
+    with pytest.raises(RuntimeError, match="has been released"), hold:
+        pytest.fail("a block began")
+    assert lock.try_acquire() is None
+    assert in_other_thread(lock.try_acquire) is None
+    detaching.go_on()
+    thread.join(20)
+    resume_hold(thread.results[0]).release()
+
+
+@pytest.mark.front
+def test_a_block_that_begins_while_a_hold_is_detached_is_told(threads):
+    """Two threads use one hold. One enters it again, and the other one detaches it.
+
+    Either detach() is refused, or the block waits for the key like any other caller, or
+    it ends with LockLost. The threads yield at random moments.
+    """
+    lock = db_lock("export:7", using="memory", timeout=0)
+    outcomes = set()
+    for number in range(60):
+        hold = lock.acquire()
+        start = threading.Barrier(2)
+
+        def detach(hold=hold, start=start, number=number):
+            start.wait(20)
+            with yielding(number):
+                try:
+                    return hold.detach()
+                except (RuntimeError, LockLost):
+                    return None
+
+        thread = threads(detach)
+        start.wait(20)
+        entered = told = None
+        with yielding(-number):
+            try:
+                with lock as entered:
+                    thread.join(20)
+            except LockLost:
+                told = True
+            except TimeoutError:
+                pass
+        thread.join(20)
+        text = thread.results[0]
+        outcomes.add((entered is not None, text is not None))
+        assert not (entered is hold and text is not None) or told, number
+        if text is None:
+            hold.release()
+        else:
+            resume_hold(text).release()
+    assert len(outcomes) > 1, outcomes
+
+
+@EVERY
+def test_two_threads_that_detach_a_hold_get_one_text(using, stops, threads, is_busy):
+    """The other one gets LockLost, and its error does not release the key."""
+    hold = db_lock("export:7", using=using).acquire()
+    late = stops.at("refusal")
+    thread = threads(hold.detach)
+    late.wait()
+    text = hold.detach()
+    late.go_on()
+    with pytest.raises(LockLost):
+        thread.join(20)
+    assert is_busy("export:7", using)
+    resume_hold(text).release()
+
+
+@SERVERS
+def test_a_hold_is_not_detached_inside_its_guarded_transaction():
+    with db_lock("export:7") as hold:
+        with hold.atomic(), pytest.raises(RuntimeError, match=r"inside hold\.atomic"):
+            hold.detach()
+        hold.check()
+
+
+# A detach() that fails.
+
+
+def fail():
+    raise LockBackendError("The server does not respond.")
+
+
+@EVERY
+def test_a_release_during_a_failed_detach_is_not_forgotten(
+    using, stops, threads, is_busy, until
+):
+    """The key is free when detach() has failed, since the last caller has left."""
+    hold = db_lock("export:7", using=using).acquire()
+
+    def leave_and_fail():
+        threads(hold.release).join(20)
+        fail()
+
+    stops.call("renew", leave_and_fail)
+    with pytest.raises(LockBackendError):
+        hold.detach()
+    assert not hold.held
+    assert hold.count == 0
+    until(lambda: not is_busy("export:7", using), 1.0)
+
+
+@EVERY
+def test_a_hold_that_was_not_left_continues_after_a_failed_detach(
+    using, stops, is_busy, in_other_thread
+):
+    """The caller enters it again, and its release frees the key."""
+    lock = db_lock("export:7", using=using)
+    with lock as hold:
+        stops.call("renew", fail)
+        with pytest.raises(LockBackendError):
+            hold.detach()
+        assert hold.held
+        assert lock.held()
+        with lock as inner:
+            assert inner is hold
+        text = hold.detach()
+    resume_hold(text).release()
+    hold = lock.acquire()
+    stops.call("renew", fail)
+    with pytest.raises(LockBackendError):
+        in_other_thread(hold.detach)
+    lock.release()
+    assert not is_busy("export:7", using)
+
+
+@pytest.mark.parametrize(
+    "using",
+    [
+        pytest.param("stopping pessimistic", marks=SERVERS),
+        pytest.param("stopping memory", marks=pytest.mark.front),
+    ],
+)
+def test_a_failed_detach_frees_no_key_before_the_transaction_ends(
+    using, stops, threads, is_busy, until
+):
+    """Another thread has left the hold in its transaction meanwhile."""
+    hold = db_lock("export:7", using=using, scope="lease").acquire()
+    left, end = threading.Event(), threading.Event()
+
+    def leave():
+        with transaction.atomic():
+            hold.release()
+            left.set()
+            assert end.wait(20)
+
+    def leave_and_fail():
+        others.append(threads(leave))
+        assert left.wait(20)
+        fail()
+
+    others = []
+    stops.call("renew", leave_and_fail)
+    with pytest.raises(LockBackendError):
+        hold.detach()
+    assert is_busy("export:7", using)
+    end.set()
+    others[0].join(20)
+    until(lambda: not is_busy("export:7", using), 1.0)

@@ -1,0 +1,118 @@
+"""``hold.atomic()`` in one thread, while another thread leaves the hold."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import suppress
+
+import pytest
+from django.db import connection, transaction
+
+from dlocks import LockLost, db_lock
+from tests.for_each import for_each
+from tests.promises.yields import yielding
+from tests.timing import in_time
+
+pytest_plugins = ["tests.promises.stops"]
+pytestmark = [pytest.mark.django_db(transaction=True)]
+
+FAMILY = for_each("using", ["default", "optimistic", "insert"])
+
+
+@pytest.fixture
+def are_busy(is_busy):
+    """Return a function that returns whether others find all keys held.
+
+    They cannot ask on SQLite, whose one writer is the guarded transaction.
+    """
+    return lambda keys, using: (
+        connection.vendor == "sqlite" or all(is_busy(key, using) for key in keys)
+    )
+
+
+@for_each("name", ["pessimistic", "optimistic", "insert"])
+@for_each("keys", ["a", "ab"])
+def test_a_release_does_not_wait_for_a_guarded_transaction(
+    name, keys, stops, threads, is_busy, are_busy
+):
+    """A guard that begins during the release is refused, or it keeps the key.
+
+    The release succeeds at once, and the key is free when the transaction has ended.
+    """
+    using = f"stopping {name}"
+    hold = db_lock(*keys, using=using, release_at="exit").acquire()
+    leaving = stops.at("refusal")
+    other = threads(hold.release)
+    leaving.wait()
+    with suppress(LockLost), hold.atomic():
+        leaving.go_on()
+        began = time.monotonic()
+        other.join(20)
+        in_time(time.monotonic() - began, 2.0)
+        assert are_busy(keys, using)
+    leaving.go_on()
+    other.join(20)
+    assert not any(is_busy(key, using) for key in keys)
+
+
+@pytest.mark.front
+def test_a_guard_and_a_release_that_begin_together_wait_for_nothing(threads, is_busy):
+    """The threads yield at random moments."""
+    for number in range(40):
+        hold = db_lock("a", release_at="exit").acquire()
+        start = threading.Barrier(2)
+
+        def leave(hold=hold, start=start, number=number):
+            start.wait(20)
+            with yielding(number):
+                hold.release()
+
+        other = threads(leave)
+        start.wait(20)
+        with yielding(-number):
+            with suppress(LockLost), hold.atomic():
+                began = time.monotonic()
+                other.join(20)
+                in_time(time.monotonic() - began, 2.0)
+        other.join(20)
+        assert not is_busy("a"), number
+
+
+@FAMILY
+@for_each("keys", ["a", "ab"])
+def test_a_hold_that_is_left_under_a_guard_is_kept_until_its_end(
+    using, keys, threads, is_busy, are_busy, until
+):
+    """The release comes after the guard, in another thread, with or without a delay."""
+    for release_at in ("exit", "transaction"):
+        hold = db_lock(*keys, using=using, release_at=release_at).acquire()
+        with hold.atomic():
+            threads(hold.release).join(20)
+            assert are_busy(keys, using)
+        until(lambda: not any(is_busy(key, using) for key in keys), 1.0)
+
+
+# SQLite has one writer, so the two transactions cannot be open together.
+@pytest.mark.engine("postgresql", "mariadb", "mysql")
+@FAMILY
+def test_a_guard_of_a_hold_that_was_left_keeps_the_key(using, threads, is_busy, until):
+    """The hold was left in a transaction that ends before the guarded one."""
+    hold = db_lock("a", using=using, scope="lease").acquire()
+    left, end = threading.Event(), threading.Event()
+
+    def leave():
+        with transaction.atomic():
+            hold.release()
+            left.set()
+            assert end.wait(20)
+
+    other = threads(leave)
+    assert left.wait(20)
+    with hold.atomic():
+        end.set()
+        began = time.monotonic()
+        other.join(20)
+        in_time(time.monotonic() - began, 2.0)
+        assert is_busy("a", using)
+    until(lambda: not is_busy("a", using), 1.0)

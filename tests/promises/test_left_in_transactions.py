@@ -1,0 +1,182 @@
+"""A lease that is left in an open transaction, and entered again meanwhile."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from django.db import transaction
+
+from dlocks import LockTimeout, db_lock, db_rwlock, db_semaphore
+from tests.for_each import for_each
+
+pytestmark = [pytest.mark.django_db(transaction=True)]
+
+# On SQLite, no other caller writes its lease while a transaction is open. The leases
+# of the memory backend need no database.
+SERVERS = pytest.mark.engine("postgresql", "mariadb", "mysql")
+USING = [
+    pytest.param("default", marks=SERVERS),
+    pytest.param("optimistic", marks=SERVERS),
+    pytest.param("insert", marks=SERVERS),
+    "memory",
+]
+LOCKS = {
+    "one key": lambda **options: db_lock("stock:7", **options),
+    "two keys": lambda **options: db_lock("stock:7", "stock:8", **options),
+    "read lock": lambda **options: db_rwlock("stock:7", **options).read(),
+    "permit": lambda **options: db_semaphore("stock:7", permits=1, **options),
+}
+
+
+@pytest.fixture
+def leave_in_transaction(threads):
+    """Return a function that leaves a hold in an open transaction of another thread.
+
+    It returns a function that commits the transaction, or rolls it back.
+    """
+    ends = []
+
+    def leave(hold, *, rollback=False):
+        left, end = threading.Event(), threading.Event()
+        ends.append(end)
+
+        def work():
+            with transaction.atomic():
+                hold.release()
+                left.set()
+                assert end.wait(20)
+                transaction.set_rollback(rollback)
+
+        thread = threads(work)
+        assert left.wait(20)
+
+        def go_on():
+            end.set()
+            thread.join(20)
+
+        return go_on
+
+    yield leave
+    for end in ends:
+        end.set()
+
+
+def lock_of(kind, using, **options):
+    return LOCKS[kind](using=using, scope="lease", **options)
+
+
+@pytest.fixture
+def is_kept(in_other_thread):
+    """Return a function that returns whether other callers are kept from the key."""
+
+    def attempt(kind, using):
+        # A reader keeps writers out.
+        one = lock_of("one key" if kind == "read lock" else kind, using)
+        found = one.try_acquire()
+        if found is not None:
+            found.release()
+        return found is None
+
+    return lambda kind, using: in_other_thread(attempt, kind, using)
+
+
+@pytest.mark.parametrize("using", USING)
+@for_each("release_at", ["transaction", "exit"])
+@for_each("kind", LOCKS)
+def test_entering_again_frees_no_key_before_the_transaction_ends(
+    using, kind, release_at, leave_in_transaction, is_kept, until
+):
+    """No caller acquires a key while what was written under it is not committed.
+
+    A thread leaves the hold in its transaction. The thread that acquired it enters it
+    again and leaves it, and a lock that asks for no such delay changes nothing.
+    """
+    lock = lock_of(kind, using)
+    commit = leave_in_transaction(lock.acquire())
+    for _ in range(2):
+        with lock_of(kind, using, release_at=release_at):
+            assert is_kept(kind, using)
+        assert is_kept(kind, using)
+    commit()
+    until(lambda: not is_kept(kind, using))
+
+
+@pytest.mark.parametrize("using", USING)
+@for_each("kind", LOCKS)
+def test_a_hold_that_is_entered_again_outlasts_the_transaction(
+    using, kind, leave_in_transaction, is_kept
+):
+    """The end of the transaction does not free a key whose block is open.
+
+    The end of that block does, at once. This holds for a rollback too.
+    """
+    lock = lock_of(kind, using)
+    for rollback in (False, True):
+        finish = leave_in_transaction(lock.acquire(), rollback=rollback)
+        with lock as hold:
+            finish()
+            hold.check()
+            assert is_kept(kind, using)
+        assert not is_kept(kind, using)
+
+
+@pytest.mark.parametrize("using", USING)
+def test_a_failed_second_acquisition_frees_no_key_before_the_commit(
+    using, leave_in_transaction, is_kept, in_other_thread, until
+):
+    """The caller enters the hold again together with a key that is busy."""
+    lock = lock_of("one key", using)
+    other = in_other_thread(db_lock("stock:9", using=using, scope="lease").acquire)
+    commit = leave_in_transaction(lock.acquire())
+    with pytest.raises(LockTimeout):
+        db_lock("stock:7", "stock:9", using=using, scope="lease", timeout=0.1).acquire()
+    assert is_kept("one key", using)
+    commit()
+    until(lambda: not is_kept("one key", using))
+    other.release()
+
+
+@pytest.mark.parametrize("using", [USING[0], "memory"])
+def test_the_end_of_a_thread_frees_no_key_before_the_commit(
+    using, leave_in_transaction, threads, is_kept, until
+):
+    """The thread that acquired the hold enters it again, and ends without a release."""
+    lock = lock_of("one key", using)
+    acquired, left = threading.Event(), threading.Event()
+    holds = []
+
+    def acquire_twice():
+        holds.append(lock.acquire())
+        acquired.set()
+        assert left.wait(20)
+        lock.acquire()
+
+    thread = threads(acquire_twice)
+    assert acquired.wait(20)
+    commit = leave_in_transaction(holds[0])
+    left.set()
+    thread.join(20)
+    # The end of a thread is noticed within a second.
+    deadline = time.monotonic() + 1.3
+    while time.monotonic() < deadline:
+        assert is_kept("one key", using)
+        time.sleep(0.05)
+    commit()
+    until(lambda: not is_kept("one key", using))
+
+
+@SERVERS
+@pytest.mark.parametrize("using", ["default", "optimistic", "insert"])
+def test_a_hold_is_entered_again_in_the_transaction_in_which_it_was_left(
+    using, is_kept
+):
+    """The key is kept until that transaction ends, and no longer."""
+    lock = lock_of("one key", using)
+    with transaction.atomic():
+        for _ in range(3):
+            with lock:
+                pass
+            assert is_kept("one key", using)
+    assert not is_kept("one key", using)
