@@ -129,10 +129,12 @@ class Release(HoldState):
                 self.failed = self.failed or failed
                 if count:
                     self.remove_entry()
+                if self.scope == "lease" and (count or self.lease.ended):
+                    # The last one to leave may be in no transaction, or in another one.
+                    self.left_before = standing(self.left_before, self._marks_here())
                 if self.lease.ended:
                     # Another thread is detaching it. If that fails, the hold ends.
                     count = None
-                    self.left_before += self._marks_here()
                     return
             if ended and not at_block_end:
                 # The work was committed under the lock, or undone.

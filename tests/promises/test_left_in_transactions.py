@@ -123,6 +123,21 @@ def test_a_hold_that_is_entered_again_outlasts_the_transaction(
 
 
 @pytest.mark.parametrize("using", USING)
+@for_each("release_at", ["transaction", "exit"])
+@for_each("kind", LOCKS)
+def test_a_leave_that_is_not_the_last_keeps_the_key_for_its_transaction(
+    using, kind, release_at, leave_in_transaction, is_kept, until
+):
+    """The last caller leaves outside of transactions, before another one's commit."""
+    lock = lock_of(kind, using)
+    with lock_of(kind, using, release_at=release_at):
+        commit = leave_in_transaction(lock.acquire())
+    assert is_kept(kind, using)
+    commit()
+    until(lambda: not is_kept(kind, using))
+
+
+@pytest.mark.parametrize("using", USING)
 def test_a_failed_second_acquisition_frees_no_key_before_the_commit(
     using, leave_in_transaction, is_kept, in_other_thread, until
 ):
