@@ -94,15 +94,17 @@ class HistoryBuffer:
         later.
         """
         with self._writing:
-            while self._notes:
+            while True:
+                if not self._notes:
+                    break
                 batch = [
                     self._notes.popleft() for _ in range(min(BATCH, len(self._notes)))
                 ]
                 database = self.backend.connection.settings_dict["NAME"]
                 try:
-                    if records := [
+                    if records := list(
                         record for record in batch if record.database == database
-                    ]:
+                    ):
                         self.backend.remember(records, clock.now())
                 except LockBackendError as error:
                     if not self._failed:

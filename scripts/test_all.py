@@ -41,6 +41,7 @@ NEITHER = (
 # the newest Python has the newest Django.
 PYTHON = (
     "tests/core",
+    "tests/promises",
     "tests/runtime",
     "tests/testing",
     "tests/test_asgi.py",

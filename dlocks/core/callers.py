@@ -133,12 +133,12 @@ def note_acquired(lock: Any, hold: Any) -> None:
         _clean_up()
     key = hold.parts[0].claim.key
     with _mutex:
-        entries = [
+        entries = list(
             (by, reference)
             for by, reference in _acquired.get(hold.caller, ())
             if (one := reference()) is not None
             if one.held or (by, one.parts[0].claim.key) != (lock, key)
-        ]
+        )
         _acquired[hold.caller] = [*entries, (lock, weakref.ref(hold))]
     if hold.scope == "transaction":
         hold.mark.holds.append(hold)
@@ -164,7 +164,7 @@ def forget_acquired(hold: Any) -> None:
     _leases.discard(hold)
     with _mutex:
         entries = _acquired.pop(hold.caller, ())
-        if left := [entry for entry in entries if entry[1]() is not hold]:
+        if left := list(entry for entry in entries if entry[1]() is not hold):
             _acquired[hold.caller] = left
 
 
@@ -185,8 +185,9 @@ def _clean_up() -> None:
             forget_block(block)
     with _mutex:
         for caller, entries in list(_acquired.items()):
-            if all(reference() is None for _, reference in entries):
-                del _acquired[caller]
+            if any(reference() is not None for _, reference in entries):
+                continue
+            del _acquired[caller]
         unused = set(_further) - set(holds_by_caller)
         for entry_key in unused:
             del _further[entry_key]
@@ -332,7 +333,7 @@ def forget_block(block: Block) -> None:
     """Forget a block that has ended."""
     with _mutex:
         blocks = _blocks.get(block[0], [])
-        if left := [one for one in blocks if one is not block]:
+        if left := list(one for one in blocks if one is not block):
             _blocks[block[0]] = left
         else:
             _blocks.pop(block[0], None)

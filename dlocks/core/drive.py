@@ -42,7 +42,9 @@ def drive(acquisition: Steps, is_stopped: Callable[[], bool] | None = None) -> A
     steps = acquisition.steps()
     try:
         try:
-            while is_stopped is None or not is_stopped():
+            while True:
+                if is_stopped is not None and is_stopped():
+                    break
                 pause = next(steps, DONE)
                 if pause is DONE:
                     return acquisition.hold
@@ -79,7 +81,9 @@ async def _adrive(
     steps = acquisition.steps()
     cancel = partial(requests.make, acquisition.cancel)
     try:
-        while is_stopped is None or not is_stopped():
+        while True:
+            if is_stopped is not None and is_stopped():
+                break
             pause = await run_in_sync_thread(
                 partial(requests.make, partial(next, steps, DONE)),
                 in_transaction_only=acquisition.in_transaction,

@@ -94,12 +94,12 @@ def guarded(
                     yield
                     if not connection.needs_rollback:
                         for hold, mark in pinned:
-                            if mark is not None:
-                                mark.at_commit.append(
-                                    partial(
-                                        hold.committed, _pin(hold, database, late=True)
-                                    )
-                                )
+                            if mark is None:
+                                continue
+                            committed = partial(
+                                hold.committed, _pin(hold, database, late=True)
+                            )
+                            mark.at_commit.append(committed)
                     return
         finally:
             # Otherwise the keeper would consider the transaction open after a lost

@@ -172,7 +172,7 @@ class MultiState:
                 # In a transaction, which is broken now, each hold handles this itself.
                 if self.scope == "lease":
                     trouble = error
-                    parts = [part for part in parts if part not in together]
+                    parts = list(part for part in parts if part not in together)
         for part in parts:
             try:
                 if part in together:

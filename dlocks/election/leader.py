@@ -152,14 +152,18 @@ class LeaderElection(ElectionState):
 
     async def _campaign(self, drive: Any, call: Any) -> None:
         try:
-            while not self._stopping:
+            while True:
+                if self._stopping:
+                    break
                 await self._acquire(drive)
-                if self._hold is not None and not self._stopping:
-                    await self._lead(self._hold)
-                    await self._result(call(self._release))
-                    await self._pause(self._end_lead())
-                    if self._alone:
-                        close_old_connections()
+                if self._hold is None or self._stopping:
+                    continue
+                await self._lead(self._hold)
+                await self._result(call(self._release))
+                await self._pause(self._end_lead())
+                if not self._alone:
+                    continue
+                close_old_connections()
         finally:
             try:
                 await self._result(call(self._release))
@@ -205,7 +209,9 @@ class LeaderElection(ElectionState):
             ):
                 work = asyncio.ensure_future(begun)
                 work.add_done_callback(lambda _: self._wakeup.wake())
-            while self.is_leader and _error_of(work) is None:
+            while True:
+                if not self.is_leader or _error_of(work) is not None:
+                    break
                 await self._result(self._wakeup.rest(hold.remaining))
             if self.is_leader and work is not None and work.cancelled():
                 raise RuntimeError("It was cancelled, but not by the election.")

@@ -153,8 +153,10 @@ class ElectionState:
         hold = self._hold
         self._wakeups_of_work.append(wakeup)
         try:
-            while leads := self._hold is hold and self.is_leader:
-                if (left := deadline - clock.now()) <= 0:
+            while True:
+                leads = self._hold is hold and self.is_leader
+                left = deadline - clock.now()
+                if not leads or left <= 0:
                     break
                 wakeup.wait(left)
             return leads

@@ -142,7 +142,7 @@ class VersionedQuerySet(models.QuerySet[Any]):
             # Read after the increments are rolled back.
             rows = current_rows(model._base_manager.using(self.db))
             found = dict(rows.filter(pk__in=keys).values_list("pk", field.attname))
-            stale = [pk for pk in keys if found.get(pk) != held[pk]] or keys
+            stale = list(pk for pk in keys if found.get(pk) != held[pk]) or keys
             pk = stale[0]
             raise StaleVersion(self.model, pk, held[pk], found.get(pk), stale) from None
         for obj in objs:

@@ -131,7 +131,9 @@ async def run_in_sync_thread(
         timeout = None if call.begun else pause
         pause = min(2 * pause, LAST_CHECK)
         try:
-            await clock.wait_for_any([one for one in both if not one.done()], timeout)
+            await clock.wait_for_any(
+                list(one for one in both if not one.done()), timeout
+            )
         except asyncio.CancelledError as error:
             cancelled = error
         no_way = way.exception() if way.done() and not way.cancelled() else None

@@ -148,7 +148,7 @@ class WorkerJobs:
     def _renew_all(self, worker: ServerWorker, backend: Backend) -> None:
         try:
             with self._mutex:
-                holds = [hold for hold in self.holds if hold.backend is backend]
+                holds = list(hold for hold in self.holds if hold.backend is backend)
             self._renew(backend, holds)
             for hold in holds:
                 # The reply is here. The next renewal may already be due, and must not

@@ -166,7 +166,7 @@ class Keeper(WorkerJobs):
 
         def job() -> None:
             with self._mutex:
-                holds = [hold for hold in self.holds if hold.claim.owner in owners]
+                holds = list(hold for hold in self.holds if hold.claim.owner in owners)
             for hold in holds:
                 hold.lose(why)
 
@@ -340,11 +340,11 @@ class Keeper(WorkerJobs):
                 self._jobs.clear()
                 holds = self.holds
                 now = clock.now()
-                deferred = [
+                deferred = list(
                     (function, worker)
                     for function, (due, worker) in self._deferred.items()
                     if due <= now
-                ]
+                )
                 for function, worker in deferred:
                     self._deferred[function] = FOREVER, worker
             if not self._safely(self._round, jobs, deferred, holds):

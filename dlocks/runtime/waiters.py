@@ -125,7 +125,9 @@ class Waiters:
             notifier = self._connect()
             can_notify = notifier is not None
             failing_since: float | None = None
-            while self._is_needed():
+            while True:
+                if not self._is_needed():
+                    break
                 try:
                     notified = self._rest(notifier)
                     self._poll(notified=notified)
@@ -240,9 +242,9 @@ class Waiters:
             if any(one.poll_at <= sent for one in queued):
                 # Include those that are due soon. They came one by one, and would
                 # always be polled one by one.
-                due = [
+                due = list(
                     one for one in queued if one.poll_at <= sent + HEARTBEAT_EVERY / 2
-                ]
+                )
             for waiter in due:
                 waiter.poll_at = sent + HEARTBEAT_EVERY * 0.9
             polled = {waiter.claim.owner: waiter for waiter in due}
@@ -295,7 +297,7 @@ class Waiters:
         """Wake the callers whose claims close a cycle of waiting callers."""
         now = clock.now()
         with self._mutex:
-            due = [one for one in self._waiters.values() if one.check_at <= now]
+            due = list(one for one in self._waiters.values() if one.check_at <= now)
         if not due:
             return
         victims = WaitGraph(self.backend.inspector.waiting_claims()).victims()
@@ -324,7 +326,7 @@ class Waiters:
 
     def _cancel_abandoned(self) -> None:
         with self._mutex:
-            abandoned = [one for one in self._waiters.values() if one.is_abandoned]
+            abandoned = list(one for one in self._waiters.values() if one.is_abandoned)
         for waiter in abandoned:
             self.remove(waiter)
             self.backend.release(waiter.claim, failed=True)

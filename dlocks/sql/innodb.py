@@ -146,8 +146,9 @@ class InnoDB(Dialect):
             for number, *_, state, info in (row[:8] for row in cursor.fetchall()):
                 # Behind a proxy the number may be that of another session. So the text
                 # has to name the table too.
-                if number == session and _WAITS_FOR_TABLE.match(state or ""):
-                    return any(table in (info or "") for table in tables)
+                if number != session or not _WAITS_FOR_TABLE.match(state or ""):
+                    continue
+                return any(table in (info or "") for table in tables)
         return False
 
     def cancel(self, other: BaseDatabaseWrapper, session: Any) -> None:

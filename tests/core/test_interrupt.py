@@ -331,7 +331,6 @@ def alarm():
     gc.enable()
 
 
-@pytest.mark.once
 @for_each(
     "case",
     [("default", False, 10_000), ("default", True, 150), ("memory", False, 2000)],

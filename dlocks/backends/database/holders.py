@@ -39,9 +39,9 @@ class Holders(TransactionLocks):
         found = self._rows(sql, parameters)
         with suppress(LockBackendError):
             return Kept(
-                self.in_transactions([key for key, number in found if not number]),
+                self.in_transactions(list(key for key, number in found if not number)),
                 self.in_transactions(
-                    [number for _, number in found if number], "{claims}", "id"
+                    list(number for _, number in found if number), "{claims}", "id"
                 ),
             )
         return Kept()

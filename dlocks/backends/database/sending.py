@@ -103,7 +103,9 @@ class Sender(DatabaseConnection):
             cursor.execute(sql, parameters)
             # Fetch all rows, because an unfinished statement keeps SQLite's write lock.
             rows = cursor.fetchall() if cursor.description else []
-            while connection.vendor == "mysql" and cursor.nextset():
+            while True:
+                if connection.vendor != "mysql" or not cursor.nextset():
+                    break
                 rows = cursor.fetchall() if cursor.description else rows
             return Reply(
                 rows,

@@ -28,7 +28,9 @@ class RedisNotifier(Notifier):
             # After a reconnect, the confirmation of the new subscription arrives as
             # well. A grant before it was not notified.
             message = first = self._subscription.get_message(timeout=timeout)
-            while message is not None:
+            while True:
+                if message is None:
+                    break
                 message = self._subscription.get_message(timeout=0)
         except TROUBLE as error:
             raise self._failure(error) from error

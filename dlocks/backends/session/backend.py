@@ -150,10 +150,11 @@ class SessionBackend(EngineQueue):
         left = {}
         with self._mutex:
             for entry, session in held:
-                if not (entry.gone or entry.expired) and entry.ends_at > sent:
-                    sure_for = self._extend(entry, session) - sent
-                    left[entry.claim.owner] = min(max(0.0, sure_for), entry.claim.ttl)
-                    self._maintain_from(entry.ends_at)
+                if entry.gone or entry.expired or entry.ends_at <= sent:
+                    continue
+                sure_for = self._extend(entry, session) - sent
+                left[entry.claim.owner] = min(max(0.0, sure_for), entry.claim.ttl)
+                self._maintain_from(entry.ends_at)
         return left
 
     def verify(self, claims: Sequence[Claim], count: int | None = None) -> bool:
@@ -197,8 +198,9 @@ class SessionBackend(EngineQueue):
         name = self._name(key)
         with self._mutex:
             for entry in self._entries.values():
-                if entry.name == name and entry.token is not None:
-                    return self._own_holder(entry)
+                if entry.name != name or entry.token is None:
+                    continue
+                return self._own_holder(entry)
         if not (row := self._ask_main("holder", name)):
             return None
         who, host, number = row

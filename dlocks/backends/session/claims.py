@@ -304,10 +304,10 @@ class Claims(Statements, LocalClaims):
                 if self._maintains_at > now:
                     self._changed.wait(self._maintains_at - now)
                     now = clock.now()
-                over = [entry for entry in held if self._ends_at(entry) <= now]
+                over = list(entry for entry in held if self._ends_at(entry) <= now)
                 for entry in over:
                     entry.expired = True
-                silent = [one for one in sessions if self._ping_at(one) <= now]
+                silent = list(one for one in sessions if self._ping_at(one) <= now)
             for entry in over:
                 self._end(entry)
             for session in silent:

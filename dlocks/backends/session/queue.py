@@ -193,15 +193,19 @@ class EngineQueue(Claims):
                 self._forget(entry)
             return
         try:
-            while not session.mutex.acquire(timeout=CANCEL_EVERY if cancelled else 0):
+            while True:
+                if session.mutex.acquire(timeout=CANCEL_EVERY if cancelled else 0):
+                    break
                 if cancelled * CANCEL_EVERY >= CANCEL_TIMEOUT:
                     raise SessionDiedError("it did not react to a cancellation")
                 cancelled += 1
                 # It has no identity before it is connected.
-                if session.identity:
-                    row = self._ask_main("cancel", session.identity)
-                    if row is not None and row[0] == 0:
-                        raise SessionDiedError("the server no longer knows it")
+                if not session.identity:
+                    continue
+                row = self._ask_main("cancel", session.identity)
+                if row is None or row[0] != 0:
+                    continue
+                raise SessionDiedError("the server no longer knows it")
             try:
                 if cancelled > entry.interrupted:
                     # A cancellation may still be on its way, and would hit the next
@@ -234,9 +238,11 @@ class EngineQueue(Claims):
             main = self._session_for()
             try:
                 # After a shared claim was granted, the next one can share the key too.
-                while self._try(entry, main) and (
-                    found := self._queued.get(entry.name)
-                ):
+                while True:
+                    if not self._try(entry, main):
+                        break
+                    if not (found := self._queued.get(entry.name)):
+                        break
                     entry = found[0]
             except SessionDiedError as error:
                 self._close_session(main, error)

@@ -170,9 +170,10 @@ class ZooKeeperBackend(Waiting):
         else:
             with self._mutex:
                 for claim, entry in held:
-                    if not (entry.gone or entry.leaving):
-                        entry.ends_at = now + claim.ttl
-                        self._maintain_from(entry.ends_at)
+                    if entry.gone or entry.leaving:
+                        continue
+                    entry.ends_at = now + claim.ttl
+                    self._maintain_from(entry.ends_at)
         return {
             claim.owner: min(entry.ends_at, self.ensemble.certain_until) - now
             for claim, entry in held
@@ -193,8 +194,9 @@ class ZooKeeperBackend(Waiting):
         stats = self.ensemble.ask(*requests, timeout=timeout)
         with self._mutex:
             for entry, stat in zip(entries, stats, strict=True):
-                if stat is None:
-                    self._forget(entry)
+                if stat is not None:
+                    continue
+                self._forget(entry)
 
     def release(self, claim: Claim, *, failed: bool = False, keep: float = 0.0) -> bool:
         with self._mutex:
@@ -217,7 +219,7 @@ class ZooKeeperBackend(Waiting):
         parent = self.nodes.parent(key)
         granted = self.nodes.queue_of(parent).granted
         with self._mutex:
-            own = {entry.ticket: entry for entry in self._all() if entry.token}
+            own = dict((entry.ticket, entry) for entry in self._all() if entry.token)
         for ticket in granted:
             if shared and not ticket.shared:
                 continue

@@ -150,7 +150,7 @@ class Claims(LocalClaims):
                 # This process was stopped, so its waiters could not send heartbeats.
                 for entry in entries:
                     entry.last_seen_at = max(entry.last_seen_at, now)
-            over = [entry for entry in entries if self._ends(entry) <= now]
+            over = list(entry for entry in entries if self._ends(entry) <= now)
             # The next pass detects from this time whether the process was stopped.
             soon = min([now + MAINTAIN_EVERY, *map(self._ends, entries)])
             self._maintains_at = max(now, soon)

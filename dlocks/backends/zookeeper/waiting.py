@@ -114,8 +114,9 @@ class Waiting(Claims):
             try:
                 answers = self.ensemble.ask(*reads, timeout=timeout) if reads else []
                 for entry, answer in zip(watching, answers, strict=True):
-                    if not isinstance(answer, NoNodeError):
-                        pending.remove(entry)
+                    if isinstance(answer, NoNodeError):
+                        continue
+                    pending.remove(entry)
             finally:
                 # Their node was deleted meanwhile, or there is no answer.
                 for entry in pending:

@@ -139,7 +139,9 @@ class DatagramSocket:
         """
         must_poll = False
         with suppress(OSError):
-            while self.is_open:
+            while True:
+                if not self.is_open:
+                    break
                 datagram = os.read(self._number, LONGEST)
                 must_poll |= not _deliver(datagram, notifier)
         return must_poll
