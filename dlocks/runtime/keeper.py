@@ -70,7 +70,6 @@ class Keeper(WorkerJobs):
 
     def __init__(self) -> None:
         self._reset()
-        self._inherited: list[Any] = []
         # Called at the end of the process, before the holds are released.
         self.before_exit: list[Callable[[], None]] = []
         in_child(self._forked)
@@ -427,9 +426,6 @@ class Keeper(WorkerJobs):
         ]
 
     def _forked(self) -> None:
-        # Keep the parent's connections. Collecting them here could close its sessions
-        # on the server.
-        self._inherited += self._connected
         for hold in self.holds:
             # A thread of the parent may have held it.
             hold.lease.mutex = threading.RLock()

@@ -8,6 +8,9 @@ import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+# It drops connections before the other hooks forget the objects that use them.
+from dlocks.runtime import inherited  # noqa: F401
+
 T = TypeVar("T")
 
 # Priority among the finalizers of multiprocessing and billiard: after the queues (-5),

@@ -475,13 +475,6 @@ def test_a_forked_child_holds_nothing(in_other_thread):
         if child == 0:
             answer = b"?"
             try:
-                # The child must not use the parent's connection, and has none of its
-                # own yet.
-                inherited, connections["default"].connection = (
-                    connection.connection,
-                    None,
-                )
-                assert inherited is not None
                 answer = b"held" if hold.held else b"not held"
                 try:
                     hold.release()

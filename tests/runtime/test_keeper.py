@@ -452,15 +452,12 @@ def hold_in_parent_and_child(pipe):
         while not keeper._connected:
             time.sleep(0.01)
         if (child := os.fork()) == 0:
-            inherited = connections["default"].connection
-            connections["default"].connection = None
             try:
                 with db_lock("child", using="brisk", ttl=1.2) as mine:
                     time.sleep(1.5)
                     mine.check()
                 os._exit(0)
             finally:
-                del inherited
                 os._exit(1)
         time.sleep(1.0)
         status = os.waitpid(child, 0)[1]

@@ -277,14 +277,13 @@ class SessionBackend(EngineQueue):
     # Forks.
 
     def _forked(self) -> None:
-        for session in self._sessions():
-            session.abandon()
-            _inherited.append(session)
+        # A thread of the parent may have been closing one, whose mutex stays locked.
+        _inherited.extend(self._sessions())
         self._reset()
 
 
 _backends = each_in_child(SessionBackend._forked)
-# The parent's sessions. Collecting one could end the parent's session on the server.
+# The parent's sessions, which must not be collected.
 _inherited: list[Any] = []
 
 

@@ -251,16 +251,6 @@ class Session:
             wrapper, self.wrapper = self.wrapper, None
             wrapper.close()
 
-    def abandon(self) -> None:
-        """Detach from the parent's session in a child process.
-
-        The file descriptor stays open, so that its number is not used again.
-        """
-        with suppress(Exception):
-            nowhere = os.open(os.devnull, os.O_RDWR)
-            os.dup2(nowhere, self._file())
-            os.close(nowhere)
-
     def _file(self) -> int:
         return int(self.wrapper.connection.fileno())
 
