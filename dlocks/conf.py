@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, TypeVar
 
@@ -47,7 +46,6 @@ class BackendHandler:
 
     def __init__(self) -> None:
         self._backends: dict[str, Backend] = {}
-        self._mutex = threading.Lock()
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -59,21 +57,21 @@ class BackendHandler:
         return {DEFAULT_ALIAS: {}, **configured}
 
     def __getitem__(self, alias: str) -> Backend:
+        known = self._backends
         try:
-            return self._backends[alias]
+            return known[alias]
         except KeyError:
-            with self._mutex:
-                if alias not in self._backends:
-                    self._backends[alias] = self._make(alias)
-                return self._backends[alias]
+            # No mutex: a child that is forked meanwhile would wait for it without end.
+            # Of two threads, one discards its backend, which is not connected yet.
+            return known.setdefault(alias, self._make(alias))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.settings)
 
     def reset(self) -> None:
         """Discard the backends, so that changed settings take effect."""
-        with self._mutex:
-            self._backends.clear()
+        # A backend that another thread is creating does not get in here.
+        self._backends = {}
 
     def _make(self, alias: str) -> Backend:
         if alias not in self.settings:

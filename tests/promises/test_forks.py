@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import queue
+import signal
 import threading
 import time
 import traceback
@@ -11,8 +13,10 @@ import warnings
 
 import pytest
 from django.db import Error, connection, transaction
+from django.utils.module_loading import import_string
 
 from dlocks import LockBackendError, db_lock
+from tests.for_each import for_each
 from tests.models import Counter
 from tests.scripts import run_python
 
@@ -213,6 +217,53 @@ def test_a_child_ends_no_session_of_other_threads_of_its_parent(doomed):
     """
     answer, before, after, granted = doomed().call(wait_in_threads)
     assert (answer, before, granted) == ("None", after, "granted")
+
+
+class SlowBackend(import_string("dlocks.backends.memory.MemoryBackend")):
+    """A backend whose first use takes until the fork, in a thread of the parent."""
+
+    begun = threading.Event()
+    forked = threading.Event()
+    parent = None
+
+    def __init__(self, alias, **options):
+        super().__init__(alias, **options)
+        if os.getpid() == self.parent:
+            self.begun.set()
+            self.forked.wait(60)
+
+
+def fork_during_the_first_use(pipe, using):
+    """Return the answer of a child that uses ``using``, and the parent's own."""
+    SlowBackend.parent = os.getpid()
+    granted = queue.SimpleQueue()
+
+    def first():
+        with db_lock("stock:7", using="slow") as hold:
+            granted.put(hold.held)
+
+    def child():
+        # A child that hangs would make the parent wait.
+        signal.alarm(20)
+        with db_lock("stock:7", using=using) as hold:
+            return hold.held
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    assert SlowBackend.begun.wait(30)
+    answer = in_child(child)
+    SlowBackend.forked.set()
+    thread.join(30)
+    return answer, granted.get(timeout=30)
+
+
+@pytest.mark.front
+@for_each("using", ["slow", "memory", "default"])
+def test_a_child_can_use_locks_that_were_first_used_during_the_fork(using, doomed):
+    """It may use the same alias or another one."""
+    aliases = {"slow": {"BACKEND": "tests.promises.test_forks.SlowBackend"}}
+    process = doomed(DLOCKS_TEST_ALIASES=json.dumps(aliases))
+    assert process.call(fork_during_the_first_use, using) == ("True", True)
 
 
 ENDINGS = """

@@ -10,8 +10,10 @@ locked.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
 from typing import Any, ClassVar
+
+# functools has a mutex in Python 3.11, which a forked child could find locked.
+from django.utils.functional import cached_property
 
 from dlocks.backends.base import Backend
 from dlocks.backends.database.batch import Batch

@@ -8,11 +8,14 @@ import math
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cached_property, partial
+from functools import partial
 from typing import TypeVar
 
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections
+
+# functools has a mutex in Python 3.11, which a forked child could find locked.
+from django.utils.functional import cached_property
 
 from dlocks.backends.database.statements import Statements
 from dlocks.backends.local_claims import LocalClaims
