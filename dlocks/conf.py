@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from typing import Any, TypeVar
 
 from django.conf import settings
@@ -14,6 +15,7 @@ from django.utils.module_loading import import_string
 
 from dlocks.backends.base import Backend, Runtime
 from dlocks.runtime.keeper import OUTSIDE_TIMEOUT, keeper
+from dlocks.runtime.requests import request
 
 T = TypeVar("T")
 
@@ -29,6 +31,9 @@ class KeeperRuntime(Runtime):
     """The runtime that uses the threads and the holds of the keeper."""
 
     def run(self, function: Callable[[], T]) -> T:
+        if not keeper.is_current:
+            # A worker is in a request already.
+            function = partial(request, function)
         return keeper.run(function, self.backend, timeout=OUTSIDE_TIMEOUT)
 
     def call_later(self, function: Callable[[], None], seconds: float) -> None:

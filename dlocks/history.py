@@ -18,6 +18,7 @@ from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
 from dlocks.runtime.keeper import keeper
 from dlocks.runtime.process import in_child
+from dlocks.runtime.requests import request
 from dlocks.signals import End, Watcher, watchers
 from dlocks.transactions import in_testcase
 
@@ -105,7 +106,7 @@ class HistoryBuffer:
                     if records := list(
                         record for record in batch if record.database == database
                     ):
-                        self.backend.remember(records, clock.now())
+                        request(self.backend.remember, records, clock.now())
                 except LockBackendError as error:
                     if not self._failed:
                         self._failed = True

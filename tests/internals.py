@@ -109,6 +109,7 @@ NAMES = {
     "ResourceLock": "dlocks.models:ResourceLock",
     "operations": "dlocks.operations",
     "polling": "dlocks.runtime.polling",
+    "requests": "dlocks.runtime.requests",
     "signals": "dlocks.signals",
     "Log": "dlocks.telemetry:Log",
     "telemetry": "dlocks.telemetry",

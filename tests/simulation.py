@@ -34,6 +34,7 @@ from tests.internals import (
     clock,
     holds_by_caller,
     keeper,
+    requests,
     wait,
 )
 
@@ -114,6 +115,18 @@ def request(act: Callable[..., Any]) -> Any:
         return answer
 
     return call
+
+
+class NoThreads:
+    """An empty set of threads."""
+
+    def add(self, thread: int) -> None:
+        pass
+
+    discard = add
+
+    def __contains__(self, thread: int) -> bool:
+        return False
 
 
 class SimulatedBackend(Backend):
@@ -436,6 +449,8 @@ class Simulation:
         if thread is not None and thread.is_alive():
             thread.join()
         originals = clock.now, wait.waiters_of, Keeper._wake
+        # The callers are processes, although their requests are in each other here.
+        threads, requests._threads = requests._threads, NoThreads()
         clock.now = lambda: self.time
         acquire.waiters_of = wait.waiters_of = lambda backend: rooms[backend]
         Keeper._wake = lambda keeper: None
@@ -445,6 +460,7 @@ class Simulation:
             yield
         finally:
             clock.now, wait.waiters_of, Keeper._wake = originals
+            requests._threads = threads
             acquire.waiters_of = wait.waiters_of
             for backend in self.backends:
                 backends._backends.pop(backend.alias, None)

@@ -10,6 +10,7 @@ import tracemalloc
 import weakref
 from asyncio import _get_running_loop
 from collections.abc import Callable
+from functools import partial
 from inspect import CO_ASYNC_GENERATOR, CO_GENERATOR
 from types import CodeType, FrameType
 from typing import Any, TypeVar
@@ -19,6 +20,7 @@ from dlocks.runtime.connected import connection_of
 from dlocks.runtime.greenlets import is_alive
 from dlocks.runtime.keeper import keeper
 from dlocks.runtime.process import in_child
+from dlocks.runtime.requests import refuse_nested, request
 from dlocks.transactions import TransactionMarker
 from dlocks.values import HeldKey
 
@@ -400,12 +402,14 @@ def read_outside(function: Callable[[], T], backend: Backend, timeout: float) ->
     It is called inside if no other session can see all of the keys.
     """
     if backend.reads_inside:
-        return function()
+        refuse_nested()
+        return request(function)
     return run_outside(function, backend, timeout)
 
 
 def run_outside(function: Callable[[], T], backend: Backend, timeout: float) -> T:
     """Call a function outside of the caller's transaction and pool."""
+    refuse_nested()
     if is_outside(backend):
-        return keeper.run(function, backend, timeout=timeout)
-    return function()
+        return keeper.run(partial(request, function), backend, timeout=timeout)
+    return request(function)

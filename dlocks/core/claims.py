@@ -17,6 +17,7 @@ from dlocks.runtime import clock
 from dlocks.runtime.clock import FOREVER
 from dlocks.runtime.connected import connection_of
 from dlocks.runtime.keeper import LONGEST_TIMEOUT, OUTSIDE_TIMEOUT, keeper
+from dlocks.runtime.requests import refuse_nested, request
 from dlocks.transactions import TransactionMarker, warn_of_old_snapshots
 from dlocks.values import UNLIMITED, Claim
 
@@ -71,6 +72,7 @@ class Claims:
 
     def begin(self) -> Hold | None:
         """Enter and return the hold that the caller has, or else make the claim."""
+        refuse_nested()
         mine = self._own_hold()
         if mine is not None and self._enter(mine):
             return mine.hold  # type: ignore[no-any-return]
@@ -80,7 +82,7 @@ class Claims:
             # Connect before waiting. Otherwise the callers behind this one may use up
             # the pool before its turn. A caller that holds a lock must not wait for the
             # pool, because waiters for that lock may have used it up.
-            connect()
+            request(connect)
         return None
 
     # Internal methods.
@@ -200,8 +202,9 @@ class Claims:
 
         A lease is requested outside of the caller's transaction and pool.
         """
+        refuse_nested()
         lease = self.claim is not None and self.claim.scope == "lease"
-        ask = partial(function, *arguments)
+        ask = partial(request, function, *arguments)
         if lease and (self.backend.in_transaction() or self.backend.connect_first):
             return keeper.run(ask, self.backend, timeout=self._reply_timeout)
         return ask()

@@ -14,6 +14,7 @@ from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
 from dlocks.runtime.clock import FOREVER
 from dlocks.runtime.keeper import keeper
+from dlocks.runtime.requests import refuse_nested, request
 from dlocks.signals import send_ended
 from dlocks.values import Claim, Duration, seconds
 
@@ -104,6 +105,7 @@ def _transfer(hold: KeptHold, ttl: float, offer: object) -> tuple[float, float]:
             f"{type(hold.backend).__name__} cannot hand {hold.lock.key!r} over to"
             " another process."
         )
+    refuse_nested()
     if (why := hold.backend.refusal(hold.claim)) is not None:
         raise RuntimeError(f"{hold.lock.key!r} cannot be handed over here. {why}")
     is_used = is_used_elsewhere(hold)
@@ -162,7 +164,7 @@ def _transfer(hold: KeptHold, ttl: float, offer: object) -> tuple[float, float]:
 
 def _leave_lease(hold: KeptHold, claim: Claim) -> bool:
     for number in range(10):
-        left = hold.backend.renew([claim])
+        left = request(hold.backend.renew, [claim])
         if claim.owner not in left:
             return False
         if left[claim.owner] >= claim.ttl:

@@ -17,6 +17,7 @@ from django.db.utils import DatabaseError
 from dlocks.exceptions import LockBackendError, LockError
 from dlocks.runtime import clock
 from dlocks.runtime.connected import connection_of
+from dlocks.runtime.requests import request
 from dlocks.sql.engines import dialect_of, refuse_lost
 from dlocks.transactions import TransactionMarker, why_end_is_unknown
 
@@ -156,7 +157,7 @@ def _pin(hold: HoldState, database: str, *, late: bool) -> float:
     sent = clock.now()
     try:
         claim = replace(hold.claim, late=True) if late else hold.claim
-        stands = hold.backend.pin(claim, database)
+        stands = request(hold.backend.pin, claim, database)
     except LockBackendError:
         # The transaction is now unusable.
         connection_of(database).needs_rollback = True

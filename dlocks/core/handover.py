@@ -18,6 +18,7 @@ from dlocks.core.lock import Lock
 from dlocks.exceptions import LockError, LockLost
 from dlocks.runtime import clock
 from dlocks.runtime.coroutines import run_in_sync_thread
+from dlocks.runtime.requests import refuse_nested
 
 
 def resume_hold(text: str, *, on_lost: Callable[[Hold], object] | None = None) -> Hold:
@@ -73,6 +74,7 @@ def _resume(
     lock = Lock(
         key=data["key"], using=data["using"], scope="lease", on_lost=on_lost, **policy
     )
+    refuse_nested()
     acquisition = Acquisition(lock, caller, ThreadWakeup(), wait=False)
     # The prefix may depend on the tenant, which may differ in this process.
     acquisition.key = data["claimed"]

@@ -28,6 +28,7 @@ from dlocks.runtime import clock
 from dlocks.runtime.connected import connection_of
 from dlocks.runtime.jobs import GONE
 from dlocks.runtime.keeper import OUTSIDE_TIMEOUT, keeper
+from dlocks.runtime.requests import refuse_nested, request
 from dlocks.signals import is_interrupt, send_ended
 from dlocks.text import shown_holder
 from dlocks.transactions import TransactionMarker, in_testcase, standing
@@ -237,6 +238,7 @@ class HoldState:
 
         A lease is handled outside of the caller's transaction and pool.
         """
+        refuse_nested()
         backend = self.backend
         self.refuse_other_thread()
         # Within hold.atomic() only the caller's transaction can write the row.
@@ -245,8 +247,9 @@ class HoldState:
             and is_outside(backend)
             and (not self.pinned or backend.connect_first)
         ):
-            return keeper.run(partial(function, *arguments, **keywords), backend)
-        return function(*arguments, **keywords)
+            ask = partial(request, function, *arguments, **keywords)
+            return keeper.run(ask, backend)
+        return request(function, *arguments, **keywords)
 
     def refuse_other_thread(self) -> None:
         """Raise RuntimeError if the hold belongs to another thread's transaction."""
@@ -332,7 +335,9 @@ class HoldState:
                 # lease may have expired, but no caller takes the key before the
                 # transaction ends.
                 return mark.is_elsewhere or bool(
-                    self.backend.pin(replace(self.claim, late=True), mark.alias)
+                    request(
+                        self.backend.pin, replace(self.claim, late=True), mark.alias
+                    )
                 )
         claim, sent = self.next_claim() if self.may_be_late else self.claim, clock.now()
         confirmed = bool(self.ask(self.backend.verify, [claim], count))
@@ -411,7 +416,7 @@ class HoldState:
         if self.scope == "transaction" or self.lease.lost is not None:
             return GONE
         backend, age = self.backend, self.lease.age
-        ask = partial(backend.inspector.taken_by, self.claim, self.token, age)
+        ask = partial(request, backend.inspector.taken_by, self.claim, self.token, age)
         try:
             outside = backend.in_transaction() and backend.refusal(self.claim) is None
             fact = (

@@ -11,6 +11,7 @@ from dlocks.core.callers import Caller, forget_acquired
 from dlocks.core.hold import Hold
 from dlocks.exceptions import LockBackendError, LockError
 from dlocks.runtime import clock
+from dlocks.runtime.requests import refuse_nested
 from dlocks.transactions import open_connections
 from dlocks.values import Duration
 
@@ -112,6 +113,7 @@ class MultiState:
 
     def release(self, *, failed: bool = False, at_block_end: bool = False) -> None:
         """Release each key once, even if the release of another fails."""
+        refuse_nested()
         inside = self._inside
         for part, _ in inside:
             part.outlives_transaction()

@@ -11,6 +11,7 @@ from dlocks.core.callers import forget_acquired
 from dlocks.core.hold_state import HoldState
 from dlocks.exceptions import LockBackendError, LockError
 from dlocks.runtime.keeper import keeper
+from dlocks.runtime.requests import refuse_nested
 from dlocks.signals import send_ended
 from dlocks.transactions import TransactionMarker, open_connections, standing
 
@@ -116,6 +117,7 @@ class Release(HoldState):
 
         Raise LockLost if the hold was lost, or if a block outlived its transaction.
         """
+        refuse_nested()
         ended = self.scope == "transaction" and self.outlives_transaction()
         count = entry = None
         try:

@@ -13,6 +13,7 @@ from django.db import connections
 
 from dlocks.runtime import clock
 from dlocks.runtime.clock import FOREVER
+from dlocks.runtime.requests import request
 from dlocks.runtime.workers import IDLE_CLOSE_AFTER, ServerWorker
 
 if TYPE_CHECKING:
@@ -167,7 +168,7 @@ class WorkerJobs:
         claims = [hold.next_claim() for hold in by_owner.values()]
         sent = clock.now()
         try:
-            seconds_left = backend.renew(claims)
+            seconds_left = request(backend.renew, claims)
         except Exception as error:  # noqa: BLE001 (it concerns one backend only)
             # Not lost, but unknown until each deadline. The next try reconnects, since
             # after a failover the old server may answer but never write.

@@ -25,6 +25,7 @@ from dlocks.runtime.delays import (
 from dlocks.runtime.keeper import OUTSIDE_TIMEOUT
 from dlocks.runtime.pools import use_private_connections
 from dlocks.runtime.process import each_in_child
+from dlocks.runtime.requests import request
 from dlocks.runtime.threads import BackgroundThread
 from dlocks.runtime.waiter import Waiter, foremost
 from dlocks.runtime.workers import IDLE_CLOSE_AFTER
@@ -130,13 +131,13 @@ class Waiters:
                     break
                 try:
                     notified = self._rest(notifier)
-                    self._poll(notified=notified)
-                    self._find_deadlocks()
+                    request(self._poll, notified=notified)
+                    request(self._find_deadlocks)
                     failing_since = None
                     if can_notify and notifier is None:
                         notifier = self._connect()
                         # A grant since the last poll was not notified.
-                        self._poll(notified=True)
+                        request(self._poll, notified=True)
                 except LockBackendError as error:
                     if failing_since is None:
                         failing_since = clock.now()

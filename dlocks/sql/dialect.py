@@ -276,6 +276,13 @@ class Dialect:
         """
         return self.code_of(error) in self.desynchronised
 
+    def is_busy(self, raw: Any) -> bool:
+        """Return whether a connection of the driver is in the middle of a statement.
+
+        Where this cannot be known, the next statement raises an error.
+        """
+        return False
+
     def abort_statement(self, connection: BaseDatabaseWrapper) -> None:
         """Abort an interrupted statement outside of a transaction.
 

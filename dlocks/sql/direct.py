@@ -6,10 +6,11 @@ outside of transactions, and only if the cursor is not instrumented.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from functools import lru_cache
 from threading import get_ident
-from types import FunctionType
+from types import FrameType, FunctionType
 from typing import Any, NamedTuple
 
 from django.apps import apps
@@ -47,6 +48,21 @@ def connect(wrapper: Any) -> None:
         or type(wrapper).ensure_connection is not _ENSURE_CONNECTION
     ):
         wrapper.ensure_connection()
+
+
+def is_in_statement() -> bool:
+    """Return whether this thread is in a statement of Django's cursor.
+
+    Then a signal handler or the garbage collector has called this.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code not in _STATEMENTS:
+        frame = frame.f_back
+    return frame is not None
+
+
+_CURSOR: Any = CursorWrapper
+_STATEMENTS = {_CURSOR._execute.__code__, _CURSOR._executemany.__code__}
 
 
 def is_instrumented(wrapper: Any) -> bool:

@@ -142,6 +142,11 @@ class PostgreSQL(Dialect):
             # psycopg 2
             session.cancel()
 
+    def is_busy(self, raw: Any) -> bool:
+        # A cursor of psycopg 3 would wait for this lock, which its own thread has.
+        lock = getattr(raw, "lock", None)
+        return lock is not None and (lock.locked() or is_in_progress(raw))
+
     def abort_statement(self, connection: BaseDatabaseWrapper) -> None:
         if is_in_progress(connection.connection):
             try:

@@ -16,7 +16,7 @@ from django.utils.functional import cached_property
 from dlocks.exceptions import LockBackendError
 from dlocks.runtime.connected import connection_of
 from dlocks.sql.dialect import Dialect
-from dlocks.sql.direct import connect
+from dlocks.sql.direct import connect, is_in_statement
 from dlocks.sql.engines import dialect_of
 from dlocks.sql.postgresql import sqlstate_of
 
@@ -42,7 +42,11 @@ class DatabaseConnection:
             try:
                 return dialect_of(connection)
             except Error as error:
-                if connection.connection is None or self.in_transaction():
+                if (
+                    connection.connection is None
+                    or self.in_transaction()
+                    or is_in_statement()
+                ):
                     raise self._failure(error, was_sent=False) from error
                 connection.close()
         try:

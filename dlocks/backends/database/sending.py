@@ -13,8 +13,10 @@ from django.db.utils import DatabaseError, Error, InterfaceError
 from dlocks.backends.base import TableLockedError
 from dlocks.backends.database.connection import DatabaseConnection
 from dlocks.backends.database.watchdog import table_watchdog
+from dlocks.exceptions import LockBackendError
 from dlocks.runtime.pools import close_lost
-from dlocks.sql.direct import Reply, is_instrumented
+from dlocks.runtime.requests import nested_request
+from dlocks.sql.direct import Reply, is_in_statement, is_instrumented
 
 T = TypeVar("T")
 
@@ -146,6 +148,9 @@ class Sender(DatabaseConnection):
         """
         connection = self.connection
         in_transaction = self.in_transaction(connection)
+        raw = connection.connection
+        if raw is not None and self.dialect.is_busy(raw):
+            raise nested_request()
         tries, reconnected, may_have_run = 0, False, False
         while True:
             watched = None
@@ -186,6 +191,9 @@ class Sender(DatabaseConnection):
                         # without the earlier ones.
                         connection.needs_rollback = connection.in_atomic_block
                     raise self._failure(error) from error
+                if self.dialect.is_desynchronised(error) and is_in_statement():
+                    # To close the connection would end the outer statement.
+                    raise nested_request() from error
                 if isinstance(error, DatabaseError) and self._again(error, tries):
                     tries += 1
                     continue

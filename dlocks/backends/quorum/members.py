@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from dlocks.backends.base import Backend
 from dlocks.runtime.pools import use_private_connections
 from dlocks.runtime.process import each_in_child
+from dlocks.runtime.requests import request
 
 T = TypeVar("T")
 # The largest number of threads that send requests to one member. A member that does not
@@ -76,7 +77,7 @@ class Member:
                     future, work = self._jobs.popleft()
                 if future.set_running_or_notify_cancel():
                     try:
-                        future.set_result(work())
+                        future.set_result(request(work))
                         self.silent = False
                     except BaseException as error:  # noqa: BLE001 (passed to the caller)
                         future.set_exception(error)

@@ -1,0 +1,66 @@
+"""Requests of a thread, which never begin inside of another one.
+
+A signal handler, or a ``__del__()`` that the garbage collector calls, can strike in the
+middle of a request. On the same connection, each of the two would read the reply to the
+other.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from threading import get_ident
+from typing import Any, TypeVar
+
+from dlocks.exceptions import LockBackendError
+
+T = TypeVar("T")
+
+# The threads that are in a request. An exception of a signal handler may leave one.
+_threads: set[int] = set()
+
+REFUSED = (
+    "A lock request was not sent, because it would interrupt another request of the"
+    " same thread. It comes from a signal handler or a __del__() method. Use locks in"
+    " another thread there, or only note what has to be done."
+)
+
+
+def request(function: Callable[..., T], *arguments: Any, **keywords: Any) -> T:
+    """Call a function that sends requests in this thread.
+
+    Raise LockBackendError, and do not call it, inside of another request.
+    """
+    refuse_nested()
+    thread = get_ident()
+    try:
+        _threads.add(thread)
+        return function(*arguments, **keywords)
+    finally:
+        _threads.discard(thread)
+
+
+def refuse_nested() -> None:
+    """Raise LockBackendError if this thread is in the middle of a request.
+
+    Call it before a change of state that only the request would complete.
+    """
+    if get_ident() not in _threads:
+        return
+    frame = sys._getframe(1)
+    if frame.f_code is _REQUEST:
+        frame = frame.f_back  # type: ignore[assignment]
+    while frame is not None:
+        if frame.f_code is _REQUEST:
+            raise nested_request()
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+def nested_request() -> LockBackendError:
+    """Return the error of a request that was not sent."""
+    error = LockBackendError(REFUSED)
+    error.changed_nothing = True
+    return error
+
+
+_REQUEST = request.__code__

@@ -1,0 +1,290 @@
+"""A request that strikes in the middle of another one of its thread is refused.
+
+It comes from a signal handler, or from a ``__del__()`` called by the garbage collector.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import signal
+import threading
+import time
+
+import pytest
+from django.db import connection
+from django.utils.module_loading import import_string
+
+from dlocks import LockBackendError, db_lock, db_semaphore
+from tests.for_each import for_each
+from tests.volume import volume
+
+pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.driver]
+
+
+class Interrupted:
+    """A backend in whose requests a function is called, before and after the work."""
+
+    strike = None
+
+    def _struck(self, name, *args, **kwargs):
+        strike, type(self).strike = type(self).strike, None
+        if strike is not None:
+            strike()
+        result = getattr(super(), name)(*args, **kwargs)
+        if strike is not None:
+            strike()
+        return result
+
+    def acquire(self, *args, **kwargs):
+        return self._struck("acquire", *args, **kwargs)
+
+    def acquire_all(self, *args, **kwargs):
+        return self._struck("acquire_all", *args, **kwargs)
+
+    def verify(self, *args, **kwargs):
+        return self._struck("verify", *args, **kwargs)
+
+    def renew(self, *args, **kwargs):
+        return self._struck("renew", *args, **kwargs)
+
+    def release(self, *args, **kwargs):
+        return self._struck("release", *args, **kwargs)
+
+    def holder(self, *args, **kwargs):
+        return self._struck("holder", *args, **kwargs)
+
+
+MEMORY = "dlocks.backends.memory.MemoryBackend"
+DATABASE = "dlocks.backends.database.PessimisticBackend"
+
+
+class InterruptedMemory(Interrupted, import_string(MEMORY)):
+    pass
+
+
+class InterruptedDatabase(Interrupted, import_string(DATABASE)):
+    pass
+
+
+@pytest.fixture
+def interrupted(settings):
+    """Return a function that lets another one strike in the next request."""
+    settings.DLOCKS = {
+        **settings.DLOCKS,
+        "struck default": {
+            "BACKEND": f"{__name__}.InterruptedDatabase",
+            "OPTIONS": {"ttl": 5.0},
+        },
+        "struck memory": {
+            "BACKEND": f"{__name__}.InterruptedMemory",
+            "OPTIONS": {"ttl": 5.0},
+        },
+    }
+
+    def strike(function):
+        InterruptedMemory.strike = InterruptedDatabase.strike = function
+
+    yield strike
+    strike(None)
+
+
+@pytest.fixture
+def by_signal():
+    """Return a function that makes a function the handler of a signal, and sends it."""
+    before = signal.getsignal(signal.SIGUSR1)
+
+    def by(function):
+        signal.signal(signal.SIGUSR1, lambda *_: function())
+        return lambda: signal.raise_signal(signal.SIGUSR1)
+
+    yield by
+    signal.signal(signal.SIGUSR1, before)
+
+
+def by_finalizer(function):
+    """Return a function that lets the garbage collector call a ``__del__()``."""
+
+    class Garbage:
+        def __init__(self):
+            self.cycle = self
+
+        def __del__(self):
+            function()
+
+    def strike():
+        Garbage()
+        gc.collect()
+
+    return strike
+
+
+def is_free(*keys, using):
+    with db_lock(*keys, using=using, timeout=5):
+        return True
+
+
+OUTER = {
+    "acquire": lambda lock: lock.acquire().release(),
+    "several": lambda lock: db_lock("a", "b", using=lock.using).acquire().release(),
+    "permit": lambda lock: db_semaphore("c", 2, using=lock.using).acquire().release(),
+    "again": lambda lock: enter_again(lock),
+    "renew": lambda lock: renew(lock),
+    "locked": lambda lock: lock.locked(),
+}
+
+
+def enter_again(lock):
+    with lock as hold, lock as again:
+        assert again is hold
+
+
+def renew(lock):
+    with lock as hold:
+        hold.renew()
+
+
+@for_each("using", ["default", "memory"])
+@for_each("kind", ["signal", "finalizer"])
+@for_each("outer", list(OUTER))
+def test_an_inner_request_is_refused_and_the_outer_one_goes_on(
+    outer, kind, using, interrupted, by_signal, in_other_thread
+):
+    """Else each reads the reply to the other, or waits for it without end."""
+    answers = []
+    other = db_lock("other", using=f"struck {using}")
+
+    def inner():
+        for attempt in (other.try_acquire, other.acquire, other.locked):
+            try:
+                answers.append(attempt())
+            except LockBackendError as error:
+                answers.append("signal handler" in str(error))
+
+    interrupted((by_signal if kind == "signal" else by_finalizer)(inner))
+    OUTER[outer](db_lock("stock:7", using=f"struck {using}"))
+    assert answers == [True] * 6
+    assert in_other_thread(is_free, "stock:7", "other", using=f"struck {using}")
+    with other as hold:
+        assert hold.held
+
+
+@for_each("using", ["default", "memory"])
+def test_an_inner_release_is_refused_and_the_hold_goes_on(
+    using, interrupted, by_signal, in_other_thread
+):
+    """It can be released later, and is renewed until then."""
+    errors = []
+    hold = db_lock("stock:7", using=f"struck {using}").acquire()
+
+    def inner():
+        try:
+            hold.release()
+        except LockBackendError as error:
+            errors.append(error)
+
+    interrupted(by_signal(inner))
+    with db_lock("stock:8", using=f"struck {using}"):
+        assert len(errors) == 2
+        assert hold.held
+        hold.check()
+    hold.release()
+    assert in_other_thread(is_free, "stock:7", using=f"struck {using}")
+
+
+@pytest.mark.front
+def test_a_finalizer_in_a_renewal_does_not_stop_renewals(interrupted, until):
+    """The garbage collector may run in the background threads of dlocks."""
+    errors = []
+
+    def inner():
+        try:
+            db_lock("other", using="struck default").acquire()
+        except LockBackendError:
+            errors.append(threading.current_thread().name)
+
+    with db_lock("stock:7", using="struck default", ttl=0.9) as hold:
+        interrupted(by_finalizer(inner))
+        until(lambda: len(errors) == 2)
+        time.sleep(1.0)
+        hold.check()
+    assert "MainThread" not in errors
+
+
+@for_each("using", ["default", "optimistic", "insert", "memory"])
+def test_a_lock_in_a_signal_handler_harms_no_lock_that_it_interrupts(
+    using, in_other_thread
+):
+    """Signals arrive at random moments. The inner lock works, or is refused."""
+    outcomes = []
+    other, lock = db_lock("other", using=using), db_lock("stock:7", using=using)
+
+    def handler(*_):
+        # The next signal must not interrupt this one.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
+        try:
+            use_other()
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
+
+    def use_other():
+        try:
+            found = other.try_acquire()
+            outcomes.append(found is not None)
+            if found is not None:
+                found.release()
+        except LockBackendError as error:
+            assert "signal handler" in str(error), error
+            outcomes.append("refused")
+
+    with lock:
+        pass
+    began = time.monotonic()
+    with lock:
+        pass
+    usual = time.monotonic() - began
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        for _ in range(volume(300)):
+            signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-6, usual))
+            with lock as hold:
+                hold.check()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    # A caller cannot be refused the key by itself.
+    assert False not in outcomes
+    assert {True, "refused"} & set(outcomes)
+    assert in_other_thread(is_free, "stock:7", "other", using=using)
+
+
+@pytest.mark.engine("postgresql", "mariadb", "mysql")
+def test_a_lock_in_a_signal_handler_harms_no_query_that_it_interrupts():
+    """The query gets its own reply, and the connection stays open."""
+    outcomes = []
+    sleep = "pg_sleep" if connection.vendor == "postgresql" else "SLEEP"
+
+    def handler(*_):
+        try:
+            with db_lock("other"):
+                outcomes.append("granted")
+        except LockBackendError as error:
+            outcomes.append(str(error))
+
+    with db_lock("other"):
+        pass
+    session = connection.connection
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        for number in range(10):
+            signal.setitimer(signal.ITIMER_REAL, 0.005)
+            with connection.cursor() as cursor:
+                cursor.execute(f"SELECT {number}, {sleep}(0.02)")
+                assert cursor.fetchone()[0] == number
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert connection.connection is session
+    assert len(outcomes) == 10
+    with db_lock("other"):
+        pass
