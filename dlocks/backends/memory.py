@@ -18,6 +18,7 @@ from dlocks.backends.base import Backend, Inspector
 from dlocks.backends.notifiers import Notifier
 from dlocks.backends.table import KeyState, Moment
 from dlocks.runtime import clock
+from dlocks.runtime.threads import Flag
 from dlocks.values import Claim, Grant, Holder, Ticket
 
 T = TypeVar("T")
@@ -43,7 +44,7 @@ class MemoryBackend(Backend):
         self._states: dict[str, KeyState] = {}
         self._mutex = threading.Lock()
         self._positions = itertools.count(1)
-        self._changed = threading.Event()
+        self._changed = Flag()
 
     def acquire(self, claim: Claim) -> Grant | None:
         return self._step(claim.key, table.acquire, claim)
@@ -127,13 +128,11 @@ class MemoryBackend(Backend):
 class MemoryNotifier(Notifier):
     """A listener that is notified of every grant in this process."""
 
-    def __init__(self, changed: threading.Event) -> None:
+    def __init__(self, changed: Flag) -> None:
         self._changed = changed
 
     def wait(self, timeout: float) -> bool:
-        changed = self._changed.wait(timeout)
-        self._changed.clear()
-        return changed
+        return self._changed.wait(timeout)
 
 
 class MemoryInspector(Inspector):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -12,6 +11,7 @@ from dlocks.core.hold_state import HoldState
 from dlocks.exceptions import LockBackendError, LockError
 from dlocks.runtime.keeper import keeper
 from dlocks.runtime.requests import refuse_nested
+from dlocks.runtime.threads import Latch
 from dlocks.signals import send_ended
 from dlocks.transactions import TransactionMarker, open_connections, standing
 
@@ -29,7 +29,7 @@ class Release(HoldState):
     """The entries of a hold, and its end."""
 
     # Created by the thread that settles the hold, and set when it is done.
-    _settled: threading.Event | None = None
+    _settled: Latch | None = None
 
     @property
     def enterable(self) -> bool:
@@ -371,7 +371,7 @@ class Release(HoldState):
             if not stays:
                 self.left_in = []
                 self.lease.ended = True
-                self._settled = settled = threading.Event()
+                self._settled = settled = Latch()
         if settled is None:
             return
         if stays:

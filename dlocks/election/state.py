@@ -19,7 +19,7 @@ from dlocks.runtime import clock
 from dlocks.runtime.coroutines import run_in_sync_thread, waiting_for_a_lock
 from dlocks.runtime.greenlets import is_alive
 from dlocks.runtime.keeper import keeper
-from dlocks.runtime.threads import Flag
+from dlocks.runtime.threads import Flag, Latch
 from dlocks.values import Duration, Holder, check_count, in_seconds
 
 logger = logging.getLogger("dlocks")
@@ -83,7 +83,7 @@ class ElectionState:
             on_lost=self._wake,
         )
         self._mutex = threading.Lock()
-        self._ended = threading.Event()
+        self._ended = Latch()
         # One flag for each thread in ``wait()``.
         self._wakeups_of_work: list[Flag] = []
 

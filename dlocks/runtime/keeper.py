@@ -24,7 +24,7 @@ from dlocks.runtime.greenlets import is_alive
 from dlocks.runtime.jobs import WorkerJobs
 from dlocks.runtime.pools import leave_pools, use_private_connections
 from dlocks.runtime.process import at_child_exit, in_child
-from dlocks.runtime.threads import BackgroundThread, PythonIsExitingError
+from dlocks.runtime.threads import BackgroundThread, Latch, PythonIsExitingError
 from dlocks.runtime.workers import IDLE_CLOSE_AFTER, ServerWorker
 
 if TYPE_CHECKING:
@@ -227,7 +227,7 @@ class Keeper(WorkerJobs):
         for _ in range(2):
             for _ in range(2):
                 # Jobs run before the round, so the second job follows a whole round.
-                done = threading.Event()
+                done = Latch()
                 with self._mutex:
                     self._jobs.append(done.set)
                     self._wake()

@@ -72,22 +72,71 @@ class Flag:
         self._queue: SimpleQueue[None] = SimpleQueue()
 
     def set(self) -> None:
-        self._queue.put(None)
+        # A flag for which no thread waits does not grow.
+        if self._queue.empty():
+            self._queue.put(None)
 
     def is_set(self) -> bool:
         return not self._queue.empty()
 
-    def wait(self, seconds: float | None = None) -> None:
-        """Wait until the flag is set, at most ``seconds``."""
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait until the flag is set, at most ``seconds``, and return whether it is."""
+        was_set = False
         with suppress(Empty):
             self._queue.get(
                 timeout=None
                 if seconds is None
                 else min(max(0.0, seconds), threading.TIMEOUT_MAX)
             )
+            was_set = True
         self.clear()
+        return was_set
 
     def clear(self) -> None:
         with suppress(Empty):
             while True:
                 self._queue.get_nowait()
+
+
+class Latch:
+    """An event that happens once, and for which any number of threads wait.
+
+    Like ``Flag``, it is no ``threading.Event``, so an interrupt never blocks others.
+    """
+
+    def __init__(self) -> None:
+        self._is_set = False
+        # Held until the event happens.
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def set(self) -> None:
+        self._is_set = True
+        self._pass_on()
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait until the event has happened, at most ``seconds``.
+
+        Return whether it has.
+        """
+        longest = threading.TIMEOUT_MAX
+        if seconds is not None:
+            longest = min(max(0.0, seconds), longest)
+        try:
+            if not self._is_set:
+                self._lock.acquire(timeout=longest)
+        finally:
+            # Also after an interrupt, so that the next thread gets it.
+            if self._is_set:
+                self._pass_on()
+        return self._is_set
+
+    def _pass_on(self) -> None:
+        try:  # noqa: SIM105 (a signal within suppress() could come before the release)
+            self._lock.release()
+        except RuntimeError:
+            # Another thread has done so.
+            pass

@@ -13,7 +13,6 @@ from django.db.utils import DatabaseError, Error, InterfaceError
 from dlocks.backends.base import TableLockedError
 from dlocks.backends.database.connection import DatabaseConnection
 from dlocks.backends.database.watchdog import table_watchdog
-from dlocks.exceptions import LockBackendError
 from dlocks.runtime.pools import close_lost
 from dlocks.runtime.requests import nested_request
 from dlocks.sql.direct import Reply, is_in_statement, is_instrumented
