@@ -39,7 +39,7 @@ class MultiState:
         self.token = max(part.token for part in parts)
         self.takeover = any(part.takeover for part in parts)
         self.waited = max(part.waited for part in parts)
-        self._mutex = threading.Lock()
+        self._mutex = threading.RLock()
         # Those that are still to be released, each with its count inside.
         self._inside = [(part, part.count) for part in parts]
 
@@ -223,7 +223,7 @@ class LossOfMember:
         self.on_lost = on_lost
         # Weak, as the hold refers to it. None until the caller has the hold.
         self.hold: Callable[[], Hold | None] | None = None
-        self._mutex = threading.Lock()
+        self._mutex = threading.RLock()
 
     def __call__(self, lost: Hold) -> None:
         with self._mutex:

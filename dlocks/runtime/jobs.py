@@ -60,12 +60,14 @@ class WorkerJobs:
         return worker
 
     def _is_needed(self, worker: ServerWorker) -> bool:
-        """Return whether a worker will have further jobs."""
-        with self._mutex:
-            return any(
-                self._workers.get(hold.backend.identity) is worker
-                for hold in self.holds
-            ) or any(needed is worker for _, needed in self._deferred.values())
+        """Return whether a worker will have further jobs.
+
+        The worker has its own mutex, so this takes none. A signal handler may wait for
+        the worker's while its thread has the keeper's.
+        """
+        return any(
+            self._workers.get(hold.backend.identity) is worker for hold in self.holds
+        ) or any(needed is worker for _, needed in list(self._deferred.values()))
 
     def _due(
         self, holds: Iterable[WatchedHold]

@@ -107,7 +107,9 @@ class EngineQueue(Claims):
         The thread finds its waiter by itself, so an interrupt here blocks no waiter.
         """
         with self._mutex:
-            if self._next() is None:
+            # A session that is discarded closes itself, outside of the mutex.
+            found = self._next()
+            if found is None:
                 return
             is_idle = self._idle > 0
             self._idle -= is_idle
