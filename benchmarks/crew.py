@@ -17,7 +17,7 @@ from multiprocessing.sharedctypes import RawArray
 from typing import Any
 
 from benchmarks.contenders import CONTENDERS, Contender
-from dlocks.bench.samples import (
+from benchmarks.samples import (
     ASKED,
     FIELDS,
     GRANTED,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dlocks.bench.samples import jain, quantile
+from benchmarks.samples import jain, quantile
 
 HERE = Path(__file__).parent
 

@@ -1,8 +1,7 @@
-"""The example shop and the benchmark on other servers, with a change of settings."""
+"""The example shop on other servers, with a change of settings."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -77,50 +76,3 @@ def test_the_shop_switches_engines_by_settings_alone(move, engine, tmp_path):
     sold = dict(re.findall(r"^ (\w[\w ]*?) +(\d+) +\d+ +\d+ ", told, re.MULTILINE))
     assert int(sold.pop("no lock")) > 5
     assert sold == dict.fromkeys([*locks, "optimistic row"], "5")
-
-
-@pytest.mark.django_db(transaction=True)
-def test_lock_bench_compares_other_servers(redis_server, zookeeper_server, tmp_path):
-    """It names a server that is missing, and shows no password."""
-    away, file = servers.free_port(), tmp_path / "bench.json"
-    zookeeper = "dlocks.backends.zookeeper.ZooKeeperBackend"
-    urls = {
-        "away": f"redis://ada:secret-word@127.0.0.1:{away}/0",
-        "redis": f"redis://127.0.0.1:{redis_server.port}/0",
-    }
-    hosts = {
-        "nowhere": f"127.0.0.1:{away}",
-        "zookeeper": f"127.0.0.1:{zookeeper_server.port}",
-    }
-    aliases = {
-        name: {
-            "BACKEND": "dlocks.backends.redis.RedisBackend",
-            "OPTIONS": {"url": url},
-        }
-        for name, url in urls.items()
-    } | {
-        name: {"BACKEND": zookeeper, "OPTIONS": {"hosts": host, "connect_timeout": 0.5}}
-        for name, host in hosts.items()
-    }
-    finished = subprocess.run(
-        [
-            sys.executable, "-m", "django", "lock_bench", "--seconds", "0.3",
-            "--processes", "2", "--json", str(file), "--using", *aliases,
-        ],
-        cwd=ROOT, env={**os.environ, "DLOCKS_TEST_ALIASES": json.dumps(aliases)},
-        capture_output=True, text=True, timeout=100, check=False,
-    )  # fmt: skip
-    assert finished.returncode == 1
-    for name in ("away", "nowhere"):
-        failure = rf"^{name}: LockBackendError: .*'{name}'.*{away}"
-        assert re.search(failure, finished.stderr, re.MULTILINE)
-    assert "CommandError: 2 of 4 aliases failed. See above." in finished.stderr
-    assert "secret-word" not in finished.stdout + finished.stderr
-    assert "Traceback" not in finished.stderr
-    results = json.loads(file.read_text())["aliases"]
-    for name in ("redis", "zookeeper"):
-        assert f"{name}, 2 processes: " in finished.stdout
-        assert results[name]["backend"].startswith(f"dlocks.backends.{name}.")
-        assert results[name]["alone"]["pair_p50_us"] > 0
-        assert results[name]["together"]["grants_per_s"] > 0
-        assert results[name]["together"]["overlaps"] == 0

@@ -305,13 +305,12 @@ def test_any_command_argument_works_or_is_an_error():
 
     @FUZZ
     @given(
-        command=st.sampled_from(["list_locks", "clear_lock", "reap_locks", "run_locked",
-            "lock_bench"]),
+        command=st.sampled_from(["list_locks", "clear_lock", "reap_locks",
+        "run_locked"]),
         options=st.dictionaries(
             st.sampled_from(
                 ["--using", "--share", "--reason", "--idle-for", "--history-for",
-                "--timeout", "--ttl", "--max-hold",
-                 "--min-hold", "--seconds", "--processes", "--hold-ms"]
+                "--timeout", "--ttl", "--max-hold", "--min-hold"]
             ),
             ARGUMENTS,
             max_size=3,
@@ -326,17 +325,13 @@ def test_any_command_argument_works_or_is_an_error():
                "--all-shares"},
                "reap_locks": {"--using", "--idle-for", "--history-for", "--dry-run"},
                "run_locked": {"--using", "--timeout", "--ttl", "--max-hold",
-               "--min-hold"},
-               "lock_bench": {"--seconds", "--processes",
-               "--hold-ms"}}[command]  # fmt: skip
+               "--min-hold"}}[command]  # fmt: skip
         arguments = [
             f"{name}={value}" for name, value in options.items() if name in own
         ]
         arguments += sorted(flags & own)
-        # No benchmark and no command is run.
-        if command == "lock_bench":
-            arguments.append("--using=nobody")
-        elif command != "reap_locks" and command != "list_locks":
+        # No command is run.
+        if command != "reap_locks" and command != "list_locks":
             arguments += ["--", *key]
         assume("--help" not in arguments)
         try:

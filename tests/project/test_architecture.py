@@ -31,7 +31,7 @@ LAYERS = {
     3: ["conf", "core"],
     4: ["api", "asgi", "checks", "decorators", "election", "history", "operations",
         "responses", "schedules", "telemetry"],
-    5: ["", "admin", "apps", "bench", "management", "migrations", "optimistic",
+    5: ["", "admin", "apps", "management", "migrations", "optimistic",
         "pytest_plugin", "testing"],
 }  # fmt: skip
 # Phrases that language reviews rejected.

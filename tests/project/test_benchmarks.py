@@ -1,9 +1,11 @@
 """The benchmark harness: its figures, and the detection of a broken lock."""
 
 import json
+from array import array
 
 import pytest
 
+from benchmarks import samples
 from benchmarks.report import Run, Target, write
 from tests.scripts import run_python
 
@@ -58,6 +60,24 @@ def test_a_lock_that_does_not_exclude_is_detected(tmp_path):
         assert len(found["grants"]) == waiters
         assert sum(found["grants"]) > 0
     assert "no server there" in failing["error"]
+
+
+def test_figures_are_computed_from_samples():
+    # Each group of four times is requested, granted, release begins, released. The
+    # second waiter waits for the first one, which returns to the queue. Then nothing
+    # happens for a while.
+    one = array("d", [0, 1, 3, 4, 4, 7, 8, 9])
+    other = array("d", [2, 5, 6, 7, 20, 21, 22, 23])
+    both, what = [one, other], (samples.ASKED, samples.GRANTED)
+    assert samples.durations(both, *what, 0, 30) == [1, 1, 3, 3]
+    assert samples.durations(both, *what, 6, 15) == [3]
+    assert samples.grants(both, 0, 10) == [2, 1]
+    # The handovers are from 3 to 5 and from 6 to 7. The claim at 20 waits for no other
+    # holder.
+    assert samples.handovers(both, 0, 30) == [1, 2]
+    assert samples.jain([5, 5, 5, 5]) == 1
+    assert samples.jain([20, 0, 0, 0]) == 0.25
+    assert samples.jain([0, 0]) == 0
 
 
 def _result(contender, number, **changed):

@@ -600,7 +600,6 @@ def test_the_documented_options_of_a_command_exist():
     page = (pages.DOCS / "reference/commands.md").read_text()
     for command in (
         "list_locks", "clear_lock", "reap_locks", "run_locked", "dlocks_health",
-        "lock_bench",
     ):  # fmt: skip
         found = load_command_class("dlocks", command)
         own = {

@@ -53,15 +53,6 @@ def handovers(samples: Samples, begin: float, end: float) -> list[float]:
     )
 
 
-def overlaps(samples: Samples) -> int:
-    """Return how often the key was granted while another process held it."""
-    found, latest = 0, float("-inf")
-    for hold in _by_grant(samples):
-        found += hold[GRANTED] < latest
-        latest = max(latest, hold[LEAVING])
-    return found
-
-
 def _by_grant(samples: Samples) -> list[tuple[float, ...]]:
     holds = [
         (*sample[place : place + FIELDS], number)
@@ -82,9 +73,3 @@ def jain(counts: Sequence[float]) -> float:
     """
     squares = sum(count * count for count in counts)
     return sum(counts) ** 2 / (len(counts) * squares) if squares else 0.0
-
-
-def number_of(value: float) -> str:
-    """Return a figure with about three significant digits."""
-    decimals = 0 if value >= 100 else 1 if value >= 10 else 2
-    return f"{value:,.{decimals}f}"

@@ -1,1 +1,0 @@
-"""The parts of ``manage.py lock_bench``: processes, samples and figures."""
