@@ -1,7 +1,7 @@
 """The interface of a backend. ``dlocks.values`` has what it takes and returns.
 
 A backend is the source of truth about locks. These rules bind every backend, and
-``dlocks.testing.BackendContract`` tests them:
+``tests/contract/`` in a checkout tests them:
 
 1. ``acquire()`` never waits for another holder.
 2. A key has at most one live hold.

@@ -1,6 +1,5 @@
-"""Test helpers, and a test suite for backends."""
+"""Test helpers."""
 
-from dlocks.testing.contract import BackendContract
 from dlocks.testing.helpers import (
     FrozenClock,
     abandoned,
@@ -12,7 +11,6 @@ from dlocks.testing.helpers import (
 )
 
 __all__ = [
-    "BackendContract",
     "FrozenClock",
     "abandoned",
     "expire",

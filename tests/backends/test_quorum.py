@@ -22,8 +22,8 @@ from django.core.exceptions import ImproperlyConfigured
 from django.test import SimpleTestCase, override_settings
 
 from dlocks import LockBackendError, LockLost, LockStale, LockTimeout, db_lock
-from dlocks.testing import BackendContract
 from tests import jobs, timing
+from tests.contract import BackendContract
 from tests.internals import Claim, MemoryBackend, backends, check_settings
 from tests.models import Counter
 from tests.servers import MariaDB, PostgreSQL, Redis

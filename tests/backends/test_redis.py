@@ -28,8 +28,8 @@ from dlocks import (
     LockStale,
     db_lock,
 )
-from dlocks.testing import BackendContract
 from tests import jobs
+from tests.contract import BackendContract
 from tests.internals import (
     Claim,
     RedisBackend,

@@ -14,9 +14,9 @@ from django.test import SimpleTestCase
 from redis.crc import key_slot
 
 from dlocks import LockBackendError, db_lock
-from dlocks.testing import BackendContract
 from tests import jobs, timing
 from tests.backends import cluster_jobs
+from tests.contract import BackendContract
 from tests.internals import Claim, RedisBackend, backends, name_of
 from tests.servers import Redis, Sentinel, free_port
 from tests.timing import in_time

@@ -39,10 +39,10 @@ from dlocks import (
     db_rwlock,
     db_semaphore,
 )
-from dlocks.testing import BackendContract
 from tests import jobs, pages
 from tests.backends import cluster_jobs
 from tests.backends.test_nemesis import Crowd, holds, overlaps
+from tests.contract import BackendContract
 from tests.internals import (
     Backend,
     Claim,

@@ -28,7 +28,7 @@ def test_each_mistake_is_still_a_change_of_the_code():
 def test_the_tests_that_catch_a_mistake_exist():
     """No mistake stays unnoticed because its test was renamed or deleted."""
     read = functools.cache(Path.read_text)
-    paths = (mutations.ROOT / "dlocks/testing").glob("*.py")
+    paths = (mutations.ROOT / "tests/contract").glob("*.py")
     shared = "".join(map(read, paths))
     for mutation in MUTATIONS:
         assert mutation.tests, mutation.name

@@ -9,7 +9,7 @@ import pytest
 from django.db import DatabaseError, connection, connections, transaction
 from django.test import SimpleTestCase
 
-from dlocks.testing import BackendContract
+from tests.contract import BackendContract
 from tests.internals import (
     Claim,
     DummyBackend,

@@ -9,8 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 from django.db import connections
 
-from dlocks.testing.contract_case import ContractCase, in_time
 from dlocks.values import Grant
+
+from .case import ContractCase, in_time
 
 
 class LeaseRules(ContractCase):

@@ -1,7 +1,4 @@
-"""The rules of ``dlocks.backends.base`` as a test suite for every backend.
-
-It is meant for the backends of dlocks and for those of third parties.
-"""
+"""The rules of ``dlocks.backends.base`` as a test suite for every backend."""
 
 from __future__ import annotations
 
@@ -14,11 +11,12 @@ from unittest import SkipTest
 
 from django.db import connections, transaction
 
-from dlocks.testing.contract_case import in_time
-from dlocks.testing.lease_rules import LeaseRules
-from dlocks.testing.queue_rules import QueueRules
-from dlocks.testing.refusal_rules import RefusalRules
 from dlocks.values import Claim, Grant
+
+from .case import in_time
+from .lease_rules import LeaseRules
+from .queue_rules import QueueRules
+from .refusal_rules import RefusalRules
 
 
 class BackendContract(LeaseRules, QueueRules, RefusalRules):

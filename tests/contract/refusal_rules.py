@@ -9,7 +9,7 @@ from typing import Any
 from django.db import connections, transaction
 from django.test.utils import CaptureQueriesContext
 
-from dlocks.testing.contract_case import ContractCase
+from .case import ContractCase
 
 UNUSUAL: list[dict[str, Any]] = [
     {"shared": True},

@@ -6,8 +6,9 @@ import time
 from typing import Any
 
 from dlocks.backends.base import HEARTBEAT_TIMEOUT
-from dlocks.testing.contract_case import ContractCase, in_time
 from dlocks.values import Claim, Grant, Ticket
+
+from .case import ContractCase, in_time
 
 
 class QueueRules(ContractCase):
