@@ -9,7 +9,7 @@ ADDRESS := 127.0.0.1:8000
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo serve test test-servers test-all test-psycopg2 test-backends nemesis mutations lint audit docs images package bench kinds clean
+.PHONY: help demo serve test test-servers test-all test-psycopg2 test-backends nemesis mutations lint audit docs images package bench clean
 .PHONY: servers mysql backend-servers migrated test-libmysqlclient
 
 help:
@@ -35,7 +35,6 @@ help:
 	@echo 'make package   build the package, and try it in a new environment'
 	@echo 'make bench     compare dlocks with its peers in one run; writes benchmarks/RESULTS.md (20 minutes)'
 	@echo '               (ARGS="--quick": 3 minutes; ARGS="--only uncontended --contenders kazoo,redis-py")'
-	@echo 'make kinds     compare locks in databases, Redis and ZooKeeper, with faults; writes benchmarks/KINDS.md (8 minutes)'
 	@echo 'make clean     remove everything that the other tasks have created'
 
 demo: $(VENV)/.demo migrated
@@ -99,9 +98,6 @@ package: $(VENV)/.lint
 
 bench: servers mysql backend-servers $(VENV)/.bench
 	@$(BIN)/python -m benchmarks $(ARGS)
-
-kinds: servers backend-servers $(VENV)/.bench
-	@$(BIN)/python -m benchmarks.kinds $(ARGS)
 
 clean:
 	rm -rf .venv .venv-3.* .venv-psycopg2 .servers build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -201,7 +201,7 @@ def _chosen(options: argparse.Namespace) -> dict[str, list[str]]:
 def _servers(names: list[str]) -> set[str]:
     from benchmarks.contenders import CONTENDERS
 
-    return {server for name in names for server in CONTENDERS[name].servers()}
+    return {server for name in names if (server := CONTENDERS[name].server)}
 
 
 if __name__ == "__main__":

@@ -19,10 +19,8 @@ from typing import Any, ClassVar
 from django.conf import settings
 from django.db import connections, transaction
 
+# Seconds for which the locks of Redis outlive their holder.
 TTL = 30
-
-# The servers of the majority lock.
-REDLOCK = tuple(f"redis-{number}" for number in range(1, 6))
 
 # The table of the contenders that have no table of their own.
 TABLE = "benchmarks_row"
@@ -41,13 +39,9 @@ class Contender:
     name: ClassVar[str]
     label: ClassVar[str]
     server: ClassVar[str | None]
-    # Further servers that it needs.
-    more_servers: ClassVar[tuple[str, ...]] = ()
     # Whether it waits for a busy key. Other contenders can only be measured without
     # contention.
     waits: ClassVar[bool] = True
-    # Seconds for which it outlives a holder that does not renew it.
-    ttl: float = TTL
 
     def __init__(self) -> None:
         self._local = threading.local()
@@ -55,10 +49,6 @@ class Contender:
     def missing(self) -> str | None:
         """Return why it cannot be measured, or None."""
         return None
-
-    @classmethod
-    def servers(cls) -> tuple[str, ...]:
-        return (cls.server, *cls.more_servers) if cls.server else ()
 
     def start(self) -> None:
         """Connect, in a process that has just been forked."""
@@ -90,10 +80,9 @@ class DlocksAlias(Contender):
         from dlocks import db_lock
 
         self.db_lock = db_lock
-        self.policy = {} if self.ttl == TTL else {"ttl": self.ttl}
 
     def hold(self, key: str) -> AbstractContextManager[Any]:
-        return self.db_lock(key, using=self.using, timeout=None, **self.policy)
+        return self.db_lock(key, using=self.using, timeout=None)
 
 
 class Dlocks(DlocksAlias):
@@ -221,16 +210,6 @@ class DlocksRedisAlways(DlocksAlias):
     server, using = "redis-always", "redis-always"
 
 
-class DlocksRedlock(DlocksAlias):
-    name, label, using = (
-        "dlocks-redlock",
-        "dlocks, Redlock over five Redises",
-        "redlock",
-    )
-    server, *_more = REDLOCK
-    more_servers = tuple(_more)
-
-
 class DlocksZooKeeper(DlocksAlias):
     name, label, server, using = (
         "dlocks-zookeeper",
@@ -238,11 +217,6 @@ class DlocksZooKeeper(DlocksAlias):
         "zookeeper",
         "zookeeper",
     )
-
-    def start(self) -> None:
-        super().start()
-        # The timeout belongs to the session, which all holds of a process share.
-        settings.DLOCKS["zookeeper"]["OPTIONS"]["session_timeout"] = self.ttl
 
 
 # Locks of the drivers and the databases themselves.
@@ -536,7 +510,7 @@ class RedisPy(Contender):
 
     def hold(self, key: str) -> AbstractContextManager[Any]:
         return self.again(
-            key, lambda: self.client.lock(key, timeout=self.ttl, sleep=self.sleep)
+            key, lambda: self.client.lock(key, timeout=TTL, sleep=self.sleep)
         )
 
 
@@ -569,13 +543,12 @@ class PythonRedisLockAlways(PythonRedisLock):
 
 class Kazoo(Contender):
     name, label, server = "kazoo", "kazoo", "zookeeper"
-    ttl = 60
 
     def start(self) -> None:
         from kazoo.client import KazooClient
 
         self.client = KazooClient(
-            hosts=f"127.0.0.1:{settings.ZOOKEEPER_PORT}", timeout=self.ttl
+            hosts=f"127.0.0.1:{settings.ZOOKEEPER_PORT}", timeout=60
         )
         self.client.start(timeout=60)
 
@@ -610,7 +583,6 @@ CONTENDERS: dict[str, Contender] = {
         _dlocks("sqlite", "optimistic"),
         DlocksRedis,
         DlocksRedisAlways,
-        DlocksRedlock,
         DlocksZooKeeper,
         RawPostgreSQL,
         RawPairPostgreSQL,

@@ -558,7 +558,6 @@ COLORS: dict[str, str] = {
     "redis-py": "#d1495b",
     "kazoo": "#edae49",
     "dlocks-redis": "#e07a5f",
-    "dlocks-redlock": "#a44a3f",
     "dlocks-zookeeper": "#b8860b",
 }
 

@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import ClassVar
 
-from benchmarks.contenders import REDLOCK
 from tests import servers as tested
 from tests.servers import Server
 
@@ -95,10 +94,6 @@ class DurableRedis(Redis):
     settings: ClassVar[dict[str, str]] = {"appendonly": "yes", "appendfsync": "always"}
 
 
-def _member(name: str) -> type[Redis]:
-    return type(f"Redis{name[-1]}", (Redis,), {"engine": name})
-
-
 class ZooKeeper(tested.ZooKeeper):
     durability = "forceSync=yes (its default), one server"
 
@@ -121,7 +116,6 @@ SERVERS: dict[str, type[Server]] = {
         MySQLWithoutBinaryLog,
         Redis,
         DurableRedis,
-        *map(_member, REDLOCK),
         ZooKeeper,
     )
 }

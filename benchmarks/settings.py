@@ -77,16 +77,8 @@ DLOCKS |= {
             )
         },
     }
-    for name in (
-        "redis",
-        "redis-always",
-        *(f"redis-{number}" for number in range(1, 6)),
-    )
+    for name in ("redis", "redis-always")
     for variable in (name.upper().replace("-", "_"),)
-}
-DLOCKS["redlock"] = {
-    "BACKEND": "dlocks.backends.quorum.QuorumBackend",
-    "OPTIONS": {"of": [f"redis-{number}" for number in range(1, 6)]},
 }
 DLOCKS["zookeeper"] = {
     "BACKEND": "dlocks.backends.zookeeper.ZooKeeperBackend",
