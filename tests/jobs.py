@@ -37,16 +37,11 @@ from tests.timing import in_time
 
 
 def hold(pipe, key, **policy):
-    """Acquire, send the token, and hold until notified."""
-    with db_lock(key, **policy) as held:
-        pipe.say(held.token)
-        pipe.hear()
-    return "released"
+    """Acquire, send the token, and hold until notified.
 
-
-def read(pipe, key, **policy):
-    """Acquire a read lock, send the token, and hold until notified."""
-    with db_rwlock(key, **policy).read() as held:
+    The key may have a mode, as in ``lock_of()``.
+    """
+    with lock_of(key, **policy) as held:
         pipe.say(held.token)
         pipe.hear()
     return "released"
@@ -68,14 +63,6 @@ def stop_within_a_step(pipe, key, **policy):
     stopped, backend._load = [], stop
     with db_rwlock(key, **policy).read() as held:
         return held.token
-
-
-def hold_permit(pipe, key, permits, **policy):
-    """Acquire one permit of a semaphore, send the token, and hold until notified."""
-    with db_semaphore(key, permits, **policy) as held:
-        pipe.say(held.token)
-        pipe.hear()
-    return "released"
 
 
 def token_of(lock):
@@ -150,27 +137,15 @@ def lock_row(pipe, key, using="default"):
     return "unlocked"
 
 
-def lock_share(pipe, token):
-    """Lock the row of a shared hold with a separate statement until notified."""
+def lock_claim(pipe, **which):
+    """Lock the first of these claims with a separate statement until notified.
+
+    A claim with a version is a shared hold, one without is in the queue.
+    """
     from tests.internals import LockClaim
 
     with transaction.atomic():
-        LockClaim.objects.select_for_update().get(version=token)
-        pipe.say("locked")
-        pipe.hear()
-    return "unlocked"
-
-
-def lock_first_claim(pipe, key):
-    """Lock the first claim in the queue with a separate statement until notified."""
-    from tests.internals import LockClaim
-
-    with transaction.atomic():
-        first = (
-            LockClaim.objects.filter(key_resource=key, version=None)
-            .order_by("pk")
-            .first()
-        )
+        first = LockClaim.objects.filter(**which).order_by("pk").first()
         LockClaim.objects.select_for_update().get(pk=first.pk)
         pipe.say("locked")
         pipe.hear()
@@ -185,14 +160,17 @@ def try_once(pipe, key, **policy):
     return found.token
 
 
-def acquire(pipe, key, **policy):
-    """Acquire and never release. Return the token, or the name of the error."""
+def acquire(pipe, *keys, **policy):
+    """Acquire and never release. Return the token, or the name of the error.
+
+    Of several keys, return the token of each.
+    """
     try:
-        held = db_lock(key, **policy).acquire()
+        held = db_lock(*keys, **policy).acquire()
     except LockError as error:
         return type(error).__name__
     _kept.append(held)
-    return held.token
+    return held.token if len(keys) == 1 else held.tokens
 
 
 def forget(pipe):
@@ -1186,10 +1164,11 @@ def listens(pipe, *, listening=None):
         backend.close()
 
 
-def read_or_write(pipe, path, key, *, times, write):
+def read_or_write(pipe, path, key, *, times, write, **policy):
+    """Add two to the counter in two steps, or check that it is even."""
     path = Path(path)
     for _ in range(times):
-        with db_lock(key, shared=not write, timeout=None):
+        with db_lock(key, shared=not write, timeout=None, **policy):
             value = int(path.read_text())
             assert value % 2 == 0, "a writer is active"
             if write:
@@ -1316,12 +1295,6 @@ def run_command(pipe, *words):
     except CommandError as error:
         return str(error)
     return out.getvalue()
-
-
-def acquire_several(pipe, keys, **policy):
-    held = db_lock(*keys, **policy).acquire()
-    _kept.append(held)
-    return held.tokens
 
 
 def campaign(pipe, name, **policy):

@@ -546,7 +546,7 @@ class TestTheLineMovesOn:
             waiter.tell()
             assert waiter.hear() == "released"
             mine = db_semaphore("api", permits=1, **policy).acquire()
-            waiter.start(jobs.hold_permit, "api", using=using, timeout=60, permits=1)
+            waiter.start(jobs.hold, ("api", 1), using=using, timeout=60)
             until(lambda mine=mine: mine.queue_length() == 1)
             logged = len(log())
             act(releaser, FORCE, "api", version=f"share:{mine.token}")
@@ -612,7 +612,7 @@ class TestRaces:
         """
         holders = workers(2)
         for holder in holders:
-            holder.start(jobs.hold_permit, "api", using="brisk", permits=2, ttl=4.0)
+            holder.start(jobs.hold, ("api", 2), using="brisk", ttl=4.0)
             holder.hear()
         # Each hold is renewed twice.
         end, reaped = time.monotonic() + 3.5, 0

@@ -9,7 +9,6 @@ import threading
 import time
 import uuid
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 from django.core.management import call_command
 from django.db import DatabaseError, InterfaceError, connections, transaction
@@ -251,16 +250,3 @@ def fork_in_the_middle_of_a_question(pipe, key, *, using):
 def be_patient(pipe, seconds):
     """Set the seconds after which unreachable servers are reported to waiters."""
     waiters.CONNECT_TIMEOUT = seconds
-
-
-def read_or_write(pipe, path, key, *, times, write, **policy):
-    """Add two to the counter in two steps, or check that it is even."""
-    path = Path(path)
-    for _ in range(times):
-        with db_lock(key, shared=not write, timeout=None, **policy):
-            value = int(path.read_text())
-            assert value % 2 == 0, "a writer is active"
-            if write:
-                path.write_text(str(value + 1))
-                time.sleep(0.001)
-                path.write_text(str(value + 2))

@@ -220,7 +220,7 @@ def test_readers_never_see_a_partial_write(process, tmp_path):
     path.write_text("0")
     for number, one in enumerate(crowd):
         one.start(
-            cluster_jobs.read_or_write,
+            jobs.read_or_write,
             str(path),
             "rw",
             times=times,

@@ -119,7 +119,7 @@ def test_a_guard_that_waits_for_its_row_delays_no_other_key(
         if kind == "lease":
             locker.start(jobs.lock_row, "stock")
         else:
-            locker.start(jobs.lock_share, tokens[0])
+            locker.start(jobs.lock_claim, version=tokens[0])
         assert locker.hear() == "locked"
         locked.set()
         assert not inside.wait(0.3)

@@ -496,7 +496,7 @@ def race(crowd, keys, tmp_path, tenths, using, scope):
 @pytest.mark.driver
 def test_a_killed_holder_of_several_keys_frees_all_after_its_ttl(doomed):
     victim = doomed()
-    victim.call(jobs.acquire_several, ["a", "b", "c"], ttl=1.0)
+    victim.call(jobs.acquire, "a", "b", "c", ttl=1.0)
     assert db_lock("b", "c").try_acquire() is None
     victim.kill()
     with db_lock("c", "a", "b", timeout=20) as hold:

@@ -369,7 +369,7 @@ def take(held, worker, other, key, using):
     if held == "alone":
         return worker.call(jobs.acquire, key, using=using)
     if held == "with another":
-        return worker.call(jobs.acquire_several, [key, f"with {key}"], using=using)[key]
+        return worker.call(jobs.acquire, key, f"with {key}", using=using)[key]
     # A holder that has waited assumes that there are more waiters.
     other.start(jobs.hold, key, using=using)
     other.hear()

@@ -188,7 +188,7 @@ def test_a_locked_shared_hold_does_not_block_other_renewals(workers, until):
         db_rwlock(key, using="watching").read().acquire()
         for key in ("stock:7", "stock:8")
     )
-    other.start(jobs.lock_share, kept.token)
+    other.start(jobs.lock_claim, version=kept.token)
     assert other.hear() == "locked"
     until(lambda: kept._state.is_over)
     time.sleep(0.5)

@@ -1151,7 +1151,7 @@ def test_a_process_that_hangs_in_a_step_blocks_others_briefly(doomed, workers):
     victim = doomed()
     victim.start(jobs.stop_within_a_step, "stock:7")
     assert victim.hear() == "locked"
-    worker.start(jobs.read, "stock:7", timeout=20)
+    worker.start(jobs.hold, ("stock:7", "read"), timeout=20)
     began = time.monotonic()
     token = worker.hear()
     in_time(time.monotonic() - began, 4.0)
@@ -1553,7 +1553,7 @@ def test_a_claim_whose_row_is_locked_is_skipped(workers, in_queue):
     in_queue(1)
     second.start(jobs.wait_for, "stock:7", timeout=60)
     in_queue(2)
-    other.start(jobs.lock_first_claim, "stock:7")
+    other.start(jobs.lock_claim, key_resource="stock:7", version=None)
     assert other.hear() == "locked"
     released_at = time.monotonic()
     hold.release()
@@ -1575,7 +1575,7 @@ def test_the_first_lease_starts_at_the_delayed_grant(workers, until, monkeypatch
     backend, first, second = backends["default"], claim(), claim()
     assert backend.acquire(first) is not None
     assert backend.enqueue(second, "nobody") is not None
-    other.start(jobs.lock_first_claim, "stock:7")
+    other.start(jobs.lock_claim, key_resource="stock:7", version=None)
     assert other.hear() == "locked"
     threading.Timer(0.8, other.tell).start()
     assert backend.release(first)

@@ -205,7 +205,7 @@ def test_a_semaphore_deadlocks_when_all_its_permits_wait(workers, until):
     permit = ("pool", 2)
     one.start(jobs.nest, permit, "y")
     other.start(jobs.nest, "y", permit)
-    last.start(jobs.hold_permit, "pool", 2, timeout=60)
+    last.start(jobs.hold, ("pool", 2), timeout=60)
     last.hear()
     let_them_meet(one, other)
     waiting = LockClaim.objects.filter(version__isnull=True)
