@@ -1,0 +1,166 @@
+"""A short campaign of callers that share holds, and its checker.
+
+``python -m tests.campaign`` runs long ones.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from dlocks.testing import held_elsewhere
+from tests.campaign import rounds
+from tests.campaign.backends import freed, tick
+from tests.campaign.callers import Entry
+from tests.campaign.checker import WHAT, check
+from tests.campaign.plans import (
+    KINDS,
+    Caller,
+    Plan,
+    Step,
+    from_json,
+    plan_of,
+    smaller,
+)
+from tests.volume import volume
+
+# The rounds use the memory backend.
+pytestmark = pytest.mark.engine("sqlite")
+
+PROPERTY = "campaign"
+# Rounds of each kind.
+ROUNDS = volume(15)
+# Seconds after which the process of the campaign counts as hanging.
+LIMIT = 200
+# The findings that fail the suite. All others are only reported, until no hold can be
+# shared wrongly. ``frozenset(WHAT)`` turns the whole report into an assertion.
+FAILING = frozenset({"hang", "error"})
+
+
+def test_callers_that_share_holds_leave_every_key_free(tmp_path, record_property):
+    """Callers pass holds on, time out, are cancelled, and end without a release.
+
+    The terminal summary says how many rounds kept a key, freed a key under work or
+    let two holders in.
+    """
+    path = tmp_path / "campaign.json"
+    command = [sys.executable, "-m", "tests.campaign", "--seed=1", "--quiet"]
+    done = subprocess.run(
+        [*command, f"--rounds={ROUNDS}", "--parallel=20", f"--json={path}"],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+    assert path.exists(), done.stdout + done.stderr
+    data = json.loads(path.read_text())
+    counts = {kind: data["counts"].get(kind, 0) for kind in WHAT}
+    text = ", ".join(f"{number} with {kind}" for kind, number in counts.items())
+    record_property(PROPERTY, f"Campaign: {data['rounds']} rounds, {text}.")
+    failing = [text for text in data["findings"] if text.split(":")[0] in FAILING]
+    # The keeper and other threads log what would be lost otherwise.
+    failing += [text for text in data["background"] if "A background job" in text]
+    assert not failing, "\n".join(failing)
+    assert data["rounds"] == len(KINDS) * ROUNDS
+
+
+def test_a_seed_makes_the_same_plan_again():
+    """A stored plan is the same too, and each smaller plan has less."""
+    for kind in KINDS:
+        for seed in range(5):
+            made = plan_of(seed, kind)
+            assert made == plan_of(seed, kind) == from_json(made.to_json())
+            assert all(len(one.lines()) < len(made.lines()) for one in smaller(made))
+
+
+# The checker itself, on records with a known result.
+
+
+def plan(*steps, mode="lock"):
+    return Plan(0, "threads", (mode,), (Caller("t0", steps=steps),))
+
+
+class Record:
+    """The entries of a round on one key, in the order of their events."""
+
+    def __init__(self, mode="lock"):
+        self.plan, self.entries, self.suspects = plan(mode=mode), [], []
+        self.names = ["key:a"]
+        self.lock = SimpleNamespace(shared=mode != "lock")
+
+    def enter(self, owner):
+        hold = SimpleNamespace(key="key:a", owner=owner, token=1, lock=self.lock)
+        caller = SimpleNamespace(round=self, ended_at=None, name=owner)
+        self.entries.append(Entry(caller, "with", hold))
+        return self.entries[-1]
+
+    def found(self):
+        return {kind for kind, _, _ in check(self)}
+
+
+@pytest.fixture
+def free():
+    """Return a function that records that the key of an owner was freed."""
+    yield lambda owner: freed.setdefault(owner, tick())
+    freed.clear()
+
+
+@pytest.mark.parametrize("mode", ["lock", "permits"])
+def test_the_checker_detects_two_holders(mode):
+    """There are two permits, so two holders of them are none too many."""
+    record = Record(mode)
+    entries = [record.enter(str(number)) for number in range(3)]
+    assert record.found() == set()
+    for entry in entries:
+        entry.end()
+    assert record.found() == {"overlap"}
+    del record.entries[0]
+    assert record.found() == ({"overlap"} if mode == "lock" else set())
+    del record.entries[0]
+    assert record.found() == set()
+
+
+def test_the_checker_detects_a_key_that_was_freed_under_work(free):
+    """An end with LockLost is a finding only if the hold had no reason to end."""
+    record = Record()
+    record.enter("before").end()
+    free("before")
+    entry = record.enter("a")
+    free("a")
+    entry.end()
+    assert record.found() == {"freed"}
+    entry.outcome = "lost"
+    assert record.found() == {"lost"}
+    entry.excuse = "its caller may end"
+    assert record.found() == set()
+
+
+def test_the_checker_detects_a_refusal_of_an_own_key(free):
+    """Another finding explains the refusal if the key was freed before."""
+    record = Record()
+    entry = record.enter("a")
+    record.suspects.append((tick(), [entry], "with", "refused"))
+    assert record.found() == {"refused"}
+    free("a")
+    record.suspects[:] = [(tick(), [entry], "with", "refused")]
+    assert record.found() == set()
+
+
+def test_a_round_detects_a_key_that_stays_taken(monkeypatch):
+    for name in ("FREE_AFTER", "ALLOWANCE"):
+        monkeypatch.setattr(rounds, name, 0)
+    one = rounds.Round(plan(Step("pause", ms=1)), alias="memory")
+    with held_elsewhere(one.names[0], using="memory"):
+        assert "leak" in {finding.kind for finding in one.run()}
+    assert rounds.Round(plan(Step("with", keys=(0,))), alias="memory").run() == []
+
+
+def test_a_round_detects_callers_that_do_not_end(monkeypatch):
+    monkeypatch.setattr(rounds, "LIMIT", 0.01)
+    (found,) = rounds.Round(plan(Step("pause", ms=200)), alias="memory").run()
+    assert (found.kind, found.label) == ("hang", "in pause")
+    assert "do_pause" in found.text
