@@ -506,7 +506,7 @@ class RedisPy(Contender):
             if self.server == "redis"
             else settings.DURABLE_REDIS_PORT
         )
-        self.client = redis.Redis(port=port)
+        self.client = redis.Redis(port=port, password=settings.PASSWORD)
 
     def hold(self, key: str) -> AbstractContextManager[Any]:
         return self.again(

@@ -5,6 +5,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 DIRECTORY = Path(os.environ.get("BENCHMARKS_DIRECTORY", "."))
+# The password of the servers that tests/servers.py has started.
+PASSWORD = os.environ.get("DLOCKS_TEST_PASSWORD", "")
 
 # Some peers support only the alias "default". The process that measures such a peer
 # replaces it.
@@ -14,6 +16,7 @@ DATABASES = {
         "ENGINE": "django.db.backends.postgresql",
         "NAME": "postgres",
         "USER": "dlocks",
+        "PASSWORD": PASSWORD,
         "HOST": "127.0.0.1",
         "PORT": os.environ.get("BENCHMARKS_POSTGRESQL", ""),
     },
@@ -21,6 +24,7 @@ DATABASES = {
         "ENGINE": "django.db.backends.mysql",
         "NAME": "dlocks",
         "USER": "root",
+        "PASSWORD": PASSWORD,
         "HOST": "127.0.0.1",
         "PORT": os.environ.get("BENCHMARKS_MARIADB", ""),
     },
@@ -28,6 +32,7 @@ DATABASES = {
         "ENGINE": "django.db.backends.mysql",
         "NAME": "dlocks",
         "USER": "root",
+        "PASSWORD": PASSWORD,
         "HOST": "127.0.0.1",
         "PORT": os.environ.get("BENCHMARKS_MYSQL", ""),
     },
@@ -36,6 +41,7 @@ DATABASES = {
         "ENGINE": "django.db.backends.mysql",
         "NAME": "dlocks",
         "USER": "root",
+        "PASSWORD": PASSWORD,
         "HOST": "127.0.0.1",
         "PORT": os.environ.get("BENCHMARKS_MYSQL_NO_BINLOG", ""),
     },
@@ -72,13 +78,11 @@ DLOCKS |= {
     name: {
         "BACKEND": "dlocks.backends.redis.RedisBackend",
         "OPTIONS": {
-            "url": (
-                f"redis://127.0.0.1:{os.environ.get(f'BENCHMARKS_{variable}', '0')}/0"
-            )
+            "url": f"redis://:{PASSWORD}@127.0.0.1:{port}/0",
         },
     }
     for name in ("redis", "redis-always")
-    for variable in (name.upper().replace("-", "_"),)
+    for port in (os.environ.get(f"BENCHMARKS_{name.upper().replace('-', '_')}", "0"),)
 }
 DLOCKS["zookeeper"] = {
     "BACKEND": "dlocks.backends.zookeeper.ZooKeeperBackend",

@@ -1,7 +1,8 @@
 """Throwaway database servers with their own data, on a free port.
 
 They touch nothing else on the machine, and they end together with the process that
-started them.
+started them. All of them but ZooKeeper, which writes no files and runs no programs for
+its clients, ask for the password of the run.
 """
 
 from __future__ import annotations
@@ -29,6 +30,14 @@ START_SECONDS = 60.0
 FETCHED = Path(__file__).resolve().parent.parent / ".servers"
 # Whether to use the newest PostgreSQL and MariaDB instead of Debian's.
 USE_NEWEST = os.environ.get("DLOCKS_TEST_SERVERS") == "newest"
+# The password of all servers of a run. Without one, each user of the machine could run
+# programs as the account of a server (COPY TO PROGRAM). The processes of the tests
+# inherit it in their environment. It must not be on a command line, which every user
+# can read. The module ``secrets`` would load OpenSSL before Oracle's client library
+# loads a newer one (scripts/test_libmysqlclient.sh).
+PASSWORD = os.environ.setdefault("DLOCKS_TEST_PASSWORD", os.urandom(16).hex())
+# libpq and the client libraries of MySQL use these for a connection without a password.
+os.environ["PGPASSWORD"] = os.environ["MYSQL_PWD"] = PASSWORD
 
 
 class Server:
@@ -137,13 +146,22 @@ class Server:
         self.stop()
         self.start()
 
-    def run(self, command: list[str]) -> None:
+    def run(self, command: list[str], **environment: str) -> None:
         """Run a tool to its end, as the server's account."""
-        process = self._spawn(command)
+        process = self._spawn(command, **environment)
         if process.wait(START_SECONDS) != 0:
             raise RuntimeError(
                 f"{command[0]} failed:\n{self.log.read_text(errors='replace')[-3000:]}"
             )
+
+    def write_secret(self, name: str, text: str) -> Path:
+        """Write a file that only the server's account can read, and return its path."""
+        path = self.directory / name
+        path.touch(mode=0o600)
+        path.write_text(text)
+        if self.account is not None:
+            shutil.chown(path, self.account)
+        return path
 
     def _end(self, number: signal.Signals) -> None:
         if self.process is None:
@@ -192,9 +210,11 @@ class PostgreSQL(Server):
     crash_signal = signal.SIGQUIT
 
     def initialize(self) -> None:
+        # The tests open thousands of connections. SCRAM takes milliseconds for each.
+        password = self.write_secret("password", PASSWORD)
         self.run(
             [str(self._tool("initdb")), "-D", str(self.data), "-U", "dlocks", "-A",
-            "trust", "-E", "UTF8", "--no-sync",
+            "md5", f"--pwfile={password}", "-E", "UTF8", "--no-sync",
              "--locale=C.UTF-8"]
         )  # fmt: skip
 
@@ -267,7 +287,8 @@ class Standby(PostgreSQL):
         self.run(
             [str(self._tool("pg_basebackup")), "-h", "127.0.0.1", "-p",
             str(self.primary), "-U", "dlocks", "-D",
-             str(self.data), "--write-recovery-conf", "--checkpoint=fast", "--no-sync"]
+             str(self.data), "--write-recovery-conf", "--checkpoint=fast", "--no-sync"],
+            PGPASSWORD=PASSWORD,
         )  # fmt: skip
 
     def promote(self) -> None:
@@ -298,7 +319,7 @@ class PgBouncer(Server):
         return {"DLOCKS_TEST_ENGINE": "postgresql", "DLOCKS_TEST_PORT": str(self.port)}
 
     def initialize(self) -> None:
-        (self.directory / "users").write_text('"dlocks" ""\n')
+        users = self.write_secret("users", f'"dlocks" "{PASSWORD}"\n')
         (self.directory / "pgbouncer.ini").write_text(
             f"""
             [databases]
@@ -307,8 +328,8 @@ class PgBouncer(Server):
             listen_addr = 127.0.0.1
             listen_port = {self.port}
             unix_socket_dir =
-            auth_type = trust
-            auth_file = {self.directory}/users
+            auth_type = md5
+            auth_file = {users}
             pool_mode = {self.mode}
             default_pool_size = {self.sessions}
             max_client_conn = 500
@@ -343,10 +364,17 @@ class MariaDB(Server):
         install = [self._tool("mariadb-install-db"), "--no-defaults"]
         if self.unpacked is not None:
             install.append(f"--basedir={self.unpacked}/usr")
+        # The tables of accounts are not in use yet, so ALTER USER would be refused.
+        secret = self.write_secret(
+            "password.sql",
+            "UPDATE mysql.global_priv SET priv = JSON_SET(priv, '$.plugin',"
+            " 'mysql_native_password', '$.authentication_string',"
+            f" PASSWORD('{PASSWORD}')) WHERE user = 'root';\n",
+        )
         self.run(
             [*install, f"--datadir={self.data}",
             "--auth-root-authentication-method=normal", "--skip-test-db",
-             "--skip-name-resolve"]
+             "--skip-name-resolve", f"--extra-file={secret}"]
         )  # fmt: skip
 
     def command(self) -> list[str]:
@@ -421,10 +449,11 @@ class MySQL(MariaDB):
 
     def initialize(self) -> None:
         # Without name resolution, root@localhost has no access over TCP.
-        init = self.directory / "init.sql"
-        init.write_text(
-            "CREATE USER root@'127.0.0.1'; GRANT ALL ON *.* TO root@'127.0.0.1' WITH"
-            " GRANT OPTION;\n"
+        init = self.write_secret(
+            "init.sql",
+            f"ALTER USER root@localhost IDENTIFIED BY '{PASSWORD}';\n"
+            f"CREATE USER root@'127.0.0.1' IDENTIFIED BY '{PASSWORD}';\n"
+            "GRANT ALL ON *.* TO root@'127.0.0.1' WITH GRANT OPTION;\n",
         )
         self.run([*self.command(), "--initialize-insecure", f"--init-file={init}"])
 
@@ -642,10 +671,26 @@ class Redis(Server):
     stop_signal = signal.SIGTERM
     # By default, nothing survives a restart.
     settings: ClassVar[dict[str, str]] = {"appendonly": "no"}
+    # A replica logs in to its master with the same password.
+    protection: ClassVar[dict[str, str]] = {
+        "requirepass": PASSWORD,
+        "masterauth": PASSWORD,
+    }
 
     def __init__(self, **settings: object) -> None:
         super().__init__()
-        self.options = {**self.settings, **settings}
+        self.options = {**self.protection, **self.settings, **settings}
+
+    @property
+    def url(self) -> str:
+        """Return the address of database 0, with the password."""
+        return redis_url(self.port, self.options["requirepass"])
+
+    def client(self, **options: Any) -> Any:
+        """Return a client of redis-py."""
+        import redis
+
+        return redis.Redis.from_url(self.url, **options)
 
     def initialize(self) -> None:
         server = shutil.which("redis-server", path=_SYSTEM_PATH)
@@ -660,27 +705,24 @@ class Redis(Server):
             server = str(self.directory / "redis-server")
             Path(server).symlink_to(tool)
         self.server = server
+        self.file = self.write_secret(f"{self.engine}.conf", self.configuration())
 
-    def command(self) -> list[str]:
+    def configuration(self) -> str:
         settings = {
             "port": self.port,
             "bind": "127.0.0.1",
             "dir": self.data,
-            "save": "",
+            "save": '""',
             **self.options,
         }
-        return [
-            self.server,
-            *(
-                word
-                for name, value in settings.items()
-                for word in (f"--{name}", str(value))
-            ),
-        ]
+        return "".join(f"{name} {value}\n" for name, value in settings.items())
+
+    def command(self) -> list[str]:
+        return [self.server, str(self.file)]
 
     def is_ready(self) -> bool:
-        # A server that requires a password is running too.
-        return asked(self.port, b"PING\r\n").startswith((b"+PONG", b"-NOAUTH"))
+        login = f"AUTH {self.options['requirepass']}\r\nPING\r\n"
+        return b"+PONG" in asked(self.port, login.encode())
 
 
 class Sentinel(Redis):
@@ -690,32 +732,27 @@ class Sentinel(Redis):
     """
 
     engine = "sentinel"
+    settings: ClassVar[dict[str, str]] = {}
+    protection: ClassVar[dict[str, str]] = {"requirepass": PASSWORD}
 
     def __init__(self, watched: int, **settings: object) -> None:
         super().__init__(**settings)
         self.watched = watched
 
-    def initialize(self) -> None:
-        super().initialize()
-        self.file = self.directory / "sentinel.conf"
-        self.file.write_text(
-            "".join(
-                f"{name} {value}\n"
-                for name, value in self.options.items()
-                if name != "appendonly"
-            )
+    def configuration(self) -> str:
+        return (
+            "".join(f"{name} {value}\n" for name, value in self.options.items())
             + f"port {self.port}\nbind 127.0.0.1\ndir {self.data}\n"
             f"sentinel monitor dlocks 127.0.0.1 {self.watched} 1\n"
+            f"sentinel auth-pass dlocks {PASSWORD}\n"
             # Long enough that a machine which stalls for a moment is not taken for a
             # dead master.
             "sentinel down-after-milliseconds dlocks 3000\nsentinel failover-timeout"
             " dlocks 2000\n"
         )
-        if self.account is not None:
-            shutil.chown(self.file, self.account)
 
     def command(self) -> list[str]:
-        return [self.server, str(self.file), "--sentinel"]
+        return [*super().command(), "--sentinel"]
 
 
 class ZooKeeper(Server):
@@ -878,6 +915,11 @@ def answers(port: int) -> bool:
     except driver.OperationalError:
         return False
     return True
+
+
+def redis_url(port: int, password: object = PASSWORD) -> str:
+    """Return the address of database 0 of a Redis."""
+    return f"redis://:{password}@127.0.0.1:{port}/0"
 
 
 def asked(port: int, request: bytes) -> bytes:

@@ -16,6 +16,8 @@ NAME = os.environ.get("DLOCKS_TEST_NAME", "dlocks")
 if "DLOCKS_TEST_DIRECTORY" not in os.environ:
     os.environ["DLOCKS_TEST_DIRECTORY"] = tempfile.mkdtemp(prefix="dlocks-sqlite-")
 DIRECTORY = Path(os.environ["DLOCKS_TEST_DIRECTORY"])
+# The password of the servers that tests/servers.py has started.
+PASSWORD = os.environ.get("DLOCKS_TEST_PASSWORD", "")
 
 DATABASES: dict[str, Any] = {
     "sqlite": {
@@ -32,6 +34,7 @@ DATABASES: dict[str, Any] = {
         "ENGINE": "django.db.backends.postgresql",
         "NAME": NAME,
         "USER": os.environ.get("DLOCKS_TEST_USER", "dlocks"),
+        "PASSWORD": PASSWORD,
         "HOST": "127.0.0.1",
         "PORT": PORT,
     },
@@ -39,6 +42,7 @@ DATABASES: dict[str, Any] = {
         "ENGINE": "django.db.backends.mysql",
         "NAME": NAME,
         "USER": os.environ.get("DLOCKS_TEST_USER", "root"),
+        "PASSWORD": PASSWORD,
         "HOST": "127.0.0.1",
         "PORT": PORT,
         "TEST": {"CHARSET": "utf8mb4"},

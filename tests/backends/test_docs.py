@@ -40,7 +40,7 @@ def test_the_examples_on_redis(redis_server, settings):
     settings.DLOCKS = {
         "default": {
             **written[0]["default"],
-            "OPTIONS": {"url": f"redis://127.0.0.1:{redis_server.port}/0"},
+            "OPTIONS": {"url": redis_server.url},
         }
     }
     assert page.build("north") < page.build("north")

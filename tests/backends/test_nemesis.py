@@ -21,7 +21,7 @@ import pytest
 
 from tests import jobs
 from tests.proxy import Proxy
-from tests.servers import Redis
+from tests.servers import Redis, redis_url
 from tests.timing import eventually
 from tests.volume import volume
 
@@ -70,7 +70,7 @@ def nodes(start):
 
 
 def through(node):
-    url = f"redis://127.0.0.1:{node.proxy.port}/0"
+    url = redis_url(node.proxy.port)
     return {
         "BACKEND": "dlocks.backends.redis.RedisBackend",
         "OPTIONS": {"url": url, "socket_timeout": 0.5},

@@ -127,7 +127,8 @@ def test_unsupported_redis_url_options_are_refused_by_name(aliases):
 
 def test_redis_url_options_are_honoured(redis_server, aliases):
     """The database, client name and connection limit of a URL take effect."""
-    url = f"redis://127.0.0.1:{redis_server.port}?db=3&client_name=shop&max_connections=7&health_check_interval=9"
+    more = "client_name=shop&max_connections=7&health_check_interval=9"
+    url = f"{redis_server.url.removesuffix('/0')}?db=3&{more}"
     aliases(redis={"BACKEND": REDIS, "OPTIONS": {"url": url}})
     assert check_settings() == []
     with db_lock("stock:7", using="redis"):

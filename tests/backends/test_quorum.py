@@ -17,7 +17,6 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
-import redis
 from django.core.exceptions import ImproperlyConfigured
 from django.test import SimpleTestCase, override_settings
 
@@ -39,7 +38,7 @@ def redis_alias(server, **options):
     return {
         "BACKEND": "dlocks.backends.redis.RedisBackend",
         "OPTIONS": {
-            "url": f"redis://127.0.0.1:{server.port}/0",
+            "url": server.url,
             "socket_timeout": 5.0,
             "grace": 0,
             **options,
@@ -73,7 +72,7 @@ def five(request, redises):
     for server in redises:
         if server.process is None:
             server.start()
-        with redis.Redis(port=server.port) as client:
+        with server.client() as client:
             client.flushall()
     if request.cls is not None:
         request.cls.servers = redises
@@ -246,14 +245,14 @@ def test_renewals_restore_a_hold_on_members_that_lost_data(redlock):
     mine = claim()
     redlock.backend.acquire(mine)
     for server, member in zip(redlock.servers, redlock.members, strict=True):
-        with redis.Redis(port=server.port) as client:
+        with server.client() as client:
             client.flushall()
         assert member.holder("key") is None
         assert mine.owner in redlock.backend.renew([mine])
         eventually(lambda member=member: member.holder("key") is not None)
     assert redlock.backend.acquire(claim()) is None
     for server in redlock.servers[:3]:
-        with redis.Redis(port=server.port) as client:
+        with server.client() as client:
             client.flushall()
     assert redlock.backend.renew([mine]) == {}
     assert redlock.backend.acquire(claim())
@@ -510,7 +509,7 @@ def test_an_invalid_quorum_is_reported_by_check_and_first_use(settings):
 
 
 def test_errors_of_quorum_members_contain_no_secret(start, aliases, caplog):
-    servers = [start(Redis(requirepass="something else")) for _ in range(3)]
+    servers = [start(Redis()) for _ in range(3)]
     members = {
         f"redis{number}": redis_alias(
             server, url=f"redis://:{SECRET}@127.0.0.1:{server.port}/0"

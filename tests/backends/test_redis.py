@@ -39,7 +39,7 @@ from tests.internals import (
     scripts,
 )
 from tests.proxy import Proxy
-from tests.servers import Redis
+from tests.servers import PASSWORD, Redis, Sentinel
 from tests.timing import eventually, in_time
 from tests.volume import volume
 
@@ -47,11 +47,11 @@ BACKEND = "dlocks.backends.redis.RedisBackend"
 SECRET = "open-sesame"
 
 
-def url(port, secret=""):
+def url(port, secret=PASSWORD):
     return f"redis://{f':{secret}@' if secret else ''}127.0.0.1:{port}/0"
 
 
-def alias(port, secret="", **options):
+def alias(port, secret=PASSWORD, **options):
     return {"BACKEND": BACKEND, "OPTIONS": {"url": url(port, secret), **options}}
 
 
@@ -61,7 +61,7 @@ def claim(key="key", **options):
 
 @pytest.fixture(autouse=True)
 def server(request, redis_server):
-    with redis.Redis(port=redis_server.port) as client:
+    with redis_server.client() as client:
         client.flushall()
     if request.cls is not None:
         request.cls.server = redis_server
@@ -211,7 +211,7 @@ def test_a_released_key_expires_from_redis_after_a_day(server, backend):
     backend.acquire(mine)
     backend.enqueue(claim())
     backend.release(mine)
-    with redis.Redis(port=server.port) as client:
+    with server.client() as client:
         assert all(
             0 < client.ttl(name) <= 86400
             for name in client.scan_iter()
@@ -248,7 +248,7 @@ def test_deleting_a_redis_key_frees_it_and_its_holder_loses_it(
 ):
     aliases(redis=alias(server.port))
     hold = db_lock("stock:7", using="redis").acquire()
-    with redis.Redis(port=server.port) as client:
+    with server.client() as client:
         assert client.delete("dlocks:{stock:7}") == 1
     lock = db_lock("stock:7", using="redis", timeout=0)
     assert in_other_thread(jobs.token_of, lock) > hold.token
@@ -263,7 +263,7 @@ def test_the_documented_redis_acl_is_sufficient(server, aliases, until):
         r"An ACL needs `([^`]*)`\. Add `([^`]*)` for `settle`",
         (DOCS / "how-to/redis.md").read_text(),
     )
-    with redis.Redis(port=server.port) as client:
+    with server.client() as client:
         client.execute_command(
             "ACL SETUSER", "dlocks", "reset", "on", f">{SECRET}", *rights.split(), more
         )
@@ -322,7 +322,7 @@ def test_a_script_that_redis_has_flushed_is_sent_again(server, backend):
     mine = [claim(f"key {number}") for number in range(3)]
     for one in mine:
         backend.acquire(one)
-    with redis.Redis(port=server.port) as client:
+    with server.client() as client:
         client.script_flush()
         assert len(backend.renew(mine)) == 3
         client.script_flush()
@@ -335,7 +335,7 @@ def test_an_overwritten_key_does_not_block_other_renewals(server, backend, caplo
         for each in claims:
             assert backend.acquire(each)
         refused = claims[spoiled]
-        with redis.Redis(port=server.port) as client:
+        with server.client() as client:
             client.set(f"{name_of(refused.key)}:last", "something else")
         # The key that could not be renewed keeps its previous lease.
         assert backend.renew(claims) == {
@@ -353,10 +353,10 @@ def proxied(server):
     proxy.close()
 
 
-def test_a_request_whose_reply_is_lost_has_its_effect_once(proxied, backend):
+def test_a_request_whose_reply_is_lost_has_its_effect_once(server, proxied, backend):
     """It is sent again, and its reply is that of the first time."""
     proxy, mine = proxied
-    client = redis.Redis(port=proxy._target)
+    client = server.client()
 
     @contextlib.contextmanager
     def lost(script):
@@ -603,3 +603,14 @@ def test_redis_passwords_are_never_shown(start, aliases, caplog):
             told += traceback.format_exception(raised.value)
             hold._state.lease.ended = True
     assert SECRET not in "".join(told) + caplog.text
+
+
+def test_servers_refuse_requests_without_the_password(server, start):
+    """Other users of the machine cannot use a Redis or a Sentinel of the tests."""
+    for each in server, start(Sentinel(server.port)):
+        for password in None, "wrong":
+            with redis.Redis(port=each.port, password=password) as client:
+                with pytest.raises(redis.AuthenticationError):
+                    client.ping()
+        with each.client() as client:
+            assert client.ping()

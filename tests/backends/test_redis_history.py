@@ -8,12 +8,11 @@ from __future__ import annotations
 import time
 
 import pytest
-import redis
 
 
 @pytest.fixture
 def client(redis_server):
-    with redis.Redis(port=redis_server.port, decode_responses=True) as client:
+    with redis_server.client(decode_responses=True) as client:
         client.flushall()
         yield client
 

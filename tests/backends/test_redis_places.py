@@ -18,7 +18,7 @@ from tests import jobs, timing
 from tests.backends import cluster_jobs
 from tests.contract import BackendContract
 from tests.internals import Claim, RedisBackend, backends, name_of
-from tests.servers import Redis, Sentinel, free_port
+from tests.servers import PASSWORD, Redis, Sentinel, free_port
 from tests.timing import in_time
 
 BACKEND = "dlocks.backends.redis.RedisBackend"
@@ -44,7 +44,7 @@ def cluster():
             for bus in buses
         ]
         for number, node in enumerate(nodes):
-            with redis.Redis(port=node.port) as client:
+            with node.client() as client:
                 client.execute_command(
                     "CLUSTER ADDSLOTSRANGE",
                     16384 * number // 3,
@@ -59,7 +59,7 @@ def cluster():
 def wait_until_whole(nodes):
     parts = ("cluster_state", "cluster_slots_ok", "cluster_known_nodes")
     for node in nodes:
-        with redis.Redis(port=node.port, decode_responses=True) as client:
+        with node.client(decode_responses=True) as client:
             eventually(
                 lambda client=client: (
                     [client.cluster("info")[part] for part in parts]
@@ -71,7 +71,7 @@ def wait_until_whole(nodes):
 @pytest.fixture
 def empty(request, cluster):
     for node in cluster:
-        with redis.Redis(port=node.port) as client:
+        with node.client() as client:
             client.flushall()
     if request.cls is not None:
         request.cls.nodes = cluster
@@ -79,8 +79,7 @@ def empty(request, cluster):
 
 
 def cluster_of(nodes, **options):
-    url = f"redis://127.0.0.1:{nodes[0].port}"
-    return {"url": url, "cluster": True, **options}
+    return {"url": nodes[0].url, "cluster": True, **options}
 
 
 @pytest.fixture
@@ -126,7 +125,7 @@ def test_a_cluster_spreads_keys_and_queues_over_its_nodes(empty, aliases, until)
         assert waiter.hear()[1] > token
         assert holder.hear() == "released"
     for node in empty:
-        with redis.Redis(port=node.port) as client:
+        with node.client() as client:
             assert client.dbsize()
 
 
@@ -213,9 +212,7 @@ def test_a_migrating_slot_does_not_delay_other_renewals(backend, empty):
     slot = key_slot(name_of(moving.key).encode())
     with contextlib.ExitStack() as stack:
         nodes = {
-            node.port: stack.enter_context(
-                redis.Redis(port=node.port, decode_responses=True)
-            )
+            node.port: stack.enter_context(node.client(decode_responses=True))
             for node in empty
         }
         source = nodes.pop(backend._client.get_node_from_key(name_of(moving.key)).port)
@@ -255,9 +252,9 @@ def watched(start):
     master = start(Redis(**{"repl-diskless-sync-delay": 0}))
     replica = start(Redis(replicaof=f"127.0.0.1 {master.port}"))
     sentinel = start(Sentinel(master.port))
-    with redis.Redis(port=sentinel.port, decode_responses=True) as client:
+    with sentinel.client(decode_responses=True) as client:
         eventually(lambda: client.sentinel_slaves("dlocks"))
-    with redis.Redis(port=replica.port, decode_responses=True) as client:
+    with replica.client(decode_responses=True) as client:
         eventually(lambda: client.info("replication")["master_link_status"] == "up")
     return master, replica, sentinel
 
@@ -265,23 +262,22 @@ def watched(start):
 def test_locks_survive_a_sentinel_failover(watched, aliases, in_other_thread):
     """An unknown master is an error that names the alias."""
     master, _, sentinel = watched
-    sentinels = [f"redis://:open@127.0.0.1:{sentinel.port}"]
-    unknown = RedisBackend("redis", url="redis://nobody/0", sentinels=sentinels)
+    unknown = RedisBackend("redis", url="redis://nobody/0", sentinels=[sentinel.url])
     with pytest.raises(
         LockBackendError,
         match=r"DLOCKS\['redis'\]: a request to Redis at 'nobody' of the Sentinels",
     ) as raised:
         unknown.acquire(Claim(key="key", ttl=60.0))
     pool = unknown._client.connection_pool
-    assert "open" not in f"{raised.value}{vars(unknown)}{vars(pool)}"
+    assert PASSWORD not in f"{raised.value}{vars(unknown)}{vars(pool)}"
     options = {
-        "url": "redis://dlocks/0",
-        "sentinels": [f"redis://127.0.0.1:{sentinel.port}"],
+        "url": f"redis://:{PASSWORD}@dlocks/0",
+        "sentinels": [sentinel.url],
     }
     aliases(redis={"BACKEND": BACKEND, "OPTIONS": options})
     lock = db_lock("key", using="redis", ttl=60)
     hold = lock.acquire()
-    with redis.Redis(port=master.port) as client:
+    with master.client() as client:
         # A grant does not wait for replication. A failover would lose a grant that has
         # not been replicated.
         assert client.wait(1, 10_000) == 1
@@ -298,10 +294,10 @@ def test_a_failover_loses_a_grant_that_was_not_replicated(watched):
     master, replica, sentinel = watched
     backend = RedisBackend(
         "redis",
-        url="redis://dlocks/0",
-        sentinels=[f"redis://127.0.0.1:{sentinel.port}"],
+        url=f"redis://:{PASSWORD}@dlocks/0",
+        sentinels=[sentinel.url],
     )
-    with redis.Redis(port=replica.port) as client:
+    with replica.client() as client:
         client.config_set("masterauth", "cut off")
         client.client_kill_filter(_type="master")
     one, other = (Claim(key="key", ttl=60.0) for _ in range(2))
@@ -318,22 +314,20 @@ def test_cluster_and_sentinel_passwords_are_never_shown(start):
     options = {"requirepass": SECRET, "masterauth": SECRET}
     master = start(Redis(**options))
     sentinel = start(Sentinel(master.port, requirepass=SECRET))
-    with redis.Redis(port=sentinel.port, password=SECRET) as client:
+    with sentinel.client() as client:
         client.sentinel_set("dlocks", "auth-pass", SECRET)
     watched = RedisBackend(
         "redis",
         url=f"redis://:{SECRET}@dlocks/0",
-        sentinels=[f"redis://:{SECRET}@127.0.0.1:{sentinel.port}"],
+        sentinels=[sentinel.url],
     )
     alone = start(
         Redis(**options, **{"cluster-enabled": "yes", "cluster-port": free_port()})
     )
-    with redis.Redis(port=alone.port, password=SECRET) as client:
+    with alone.client() as client:
         client.execute_command("CLUSTER ADDSLOTSRANGE", 0, 16383)
         eventually(lambda: client.cluster("info")["cluster_state"] == "ok")
-    clustered = RedisBackend(
-        "redis", url=f"redis://:{SECRET}@127.0.0.1:{alone.port}", cluster=True
-    )
+    clustered = RedisBackend("redis", url=alone.url, cluster=True)
     for backend in (watched, clustered):
         eventually(lambda backend=backend: backend.acquire(Claim(key="key", ttl=60.0)))
         assert SECRET not in f"{backend!r}{vars(backend)}{vars(backend._client)}"

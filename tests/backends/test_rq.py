@@ -31,7 +31,7 @@ def test_an_rq_job_releases_and_records_its_holds(redis_server, tmp_path):
     """
     (recipe,) = pages.blocks("how-to/workers")
     (tmp_path / "recipe.py").write_text(recipe)
-    url = f"redis://127.0.0.1:{redis_server.port}/7"
+    url = redis_server.url.removesuffix("0") + "7"
     with Redis.from_url(url) as connection:
         Queue("default", connection=connection).enqueue("tests.children.work")
         subprocess.run(
@@ -41,13 +41,13 @@ def test_an_rq_job_releases_and_records_its_holds(redis_server, tmp_path):
                 "rq.cli",
                 "worker",
                 "--burst",
-                "--url",
-                url,
                 "--worker-class",
                 "recipe.Worker",
             ],
             env={
                 **os.environ,
+                # Command lines are public, and this has a password.
+                "RQ_REDIS_URL": url,
                 "DJANGO_SETTINGS_MODULE": "tests.settings",
                 "PYTHONPATH": f"{ROOT}:{tmp_path}",
             },

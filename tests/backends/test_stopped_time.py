@@ -18,7 +18,7 @@ def using(redis_server, zookeeper_server, settings):
     memory = {"BACKEND": "dlocks.backends.memory.MemoryBackend"}
     kinds = {
         "redis.Redis": {
-            "url": f"redis://127.0.0.1:{redis_server.port}",
+            "url": redis_server.url,
             "prefix": "stopped:",
         },
         "zookeeper.ZooKeeper": {

@@ -41,9 +41,11 @@ def move(start, redis_server, zookeeper_server):
             connection.query("CREATE DATABASE shop CHARACTER SET utf8mb4")
             connection.close()
             return {"SHOP_DATABASE": f"mysql://root@127.0.0.1:{port}/shop"}, DATABASE
-        port = {"redis": redis_server, "zookeeper": zookeeper_server}[engine].port
-        path = "/0" if engine == "redis" else ""
-        return {"SHOP_LOCKS": f"{engine}://127.0.0.1:{port}{path}"}, (engine,)
+        urls = {
+            "redis": redis_server.url,
+            "zookeeper": f"zookeeper://127.0.0.1:{zookeeper_server.port}",
+        }
+        return {"SHOP_LOCKS": urls[engine]}, (engine,)
 
     return to
 

@@ -46,7 +46,11 @@ def process(doomed):
     def get(role, *, less=None):
         name = f"dlocks_least_{len(made)}"
         with connection.cursor() as cursor:
-            cursor.execute(f"CREATE ROLE {name} LOGIN NOSUPERUSER")
+            # The process logs in with the password of the tests.
+            password = connection.settings_dict["PASSWORD"]
+            cursor.execute(
+                f"CREATE ROLE {name} LOGIN NOSUPERUSER PASSWORD '{password}'"
+            )
             made.append(name)
             for table, granted in told()[role].items():
                 for right in granted:

@@ -12,7 +12,14 @@ import time
 from contextlib import suppress
 from typing import Any, Self
 
-from tests.servers import MariaDB, PostgreSQL, Server, free_port, release_port
+from tests.servers import (
+    PASSWORD,
+    MariaDB,
+    PostgreSQL,
+    Server,
+    free_port,
+    release_port,
+)
 
 NAME = "nemesis"
 
@@ -271,11 +278,12 @@ class Pooler:
             )
         directory = self.server.directory / "pooler"
         directory.mkdir(exist_ok=True)
-        (directory / "users").write_text('"dlocks" ""\n')
+        users = self.server.write_secret("pooler/users", f'"dlocks" "{PASSWORD}"\n')
         settings = {
             "listen_addr": "127.0.0.1",
             "listen_port": self.port,
-            "auth_type": "any",
+            "auth_type": "md5",
+            "auth_file": users,
             "pool_mode": "transaction",
             "default_pool_size": self.size,
             "max_client_conn": 200,

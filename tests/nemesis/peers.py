@@ -157,6 +157,8 @@ def _redis() -> Any:
     # The client of the parent process must not be used after a fork.
     if os.getpid() not in _clients:
         _clients[os.getpid()] = redis.Redis(
-            port=int(os.environ["DLOCKS_TEST_REDIS"]), socket_timeout=5
+            port=int(os.environ["DLOCKS_TEST_REDIS"]),
+            password=os.environ["DLOCKS_TEST_PASSWORD"],
+            socket_timeout=5,
         )
     return _clients[os.getpid()]

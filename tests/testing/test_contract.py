@@ -212,7 +212,10 @@ class TestLeastPrivilege(Contract):
         # It deletes the rows of each test, which the role cannot do.
         cls.admin = connection.copy()
         with cls.admin.cursor() as cursor:
-            cursor.execute(f"CREATE USER IF NOT EXISTS {cls.role}@'127.0.0.1'")
+            cursor.execute(
+                f"CREATE USER IF NOT EXISTS {cls.role}@'127.0.0.1' IDENTIFIED BY %s",
+                [connection.settings_dict["PASSWORD"]],
+            )
             for table, rights in (
                 ("dlocks_resourcelock", "SELECT, INSERT, UPDATE"),
                 ("dlocks_lockclaim", "SELECT, INSERT, UPDATE, DELETE"),
