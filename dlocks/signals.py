@@ -73,8 +73,9 @@ def _is_argument(value: FrameType, frame: FrameType) -> bool:
     return any(argument is value for argument in arguments)
 
 
-def _send(signal: Signal, by: Policy, **facts: Any) -> None:
-    for _receiver, answer in signal.send_robust(type(by), **facts):
+def _raise_interrupt(answers: Any) -> None:
+    """Raise an error by which a signal handler has ended a receiver."""
+    for _receiver, answer in answers:
         if isinstance(answer, Exception) and is_interrupt(answer):
             raise answer
 
@@ -87,7 +88,8 @@ def send_acquired(hold: ObservedHold) -> None:
             if is_interrupt(error):
                 raise
             logger.exception("%r failed", watcher)
-    _send(lock_acquired, hold.lock, hold=hold)
+    if answers := lock_acquired.send_robust(type(hold.lock), hold=hold):
+        _raise_interrupt(answers)
 
 
 def send_ended(hold: ObservedHold, how: End) -> None:
@@ -98,7 +100,8 @@ def send_ended(hold: ObservedHold, how: End) -> None:
             if is_interrupt(error):
                 raise
             logger.exception("%r failed", watcher)
-    _send(_ENDS[how], hold.lock, hold=hold)
+    if answers := _ENDS[how].send_robust(type(hold.lock), hold=hold):
+        _raise_interrupt(answers)
 
 
 def send_timed_out(lock: Policy, holder: Holder | None, waited: float) -> None:
@@ -109,7 +112,9 @@ def send_timed_out(lock: Policy, holder: Holder | None, waited: float) -> None:
             if is_interrupt(error):
                 raise
             logger.exception("%r failed", watcher)
-    _send(lock_timeout, lock, lock=lock, holder=holder, waited=waited)
+    _raise_interrupt(
+        lock_timeout.send_robust(type(lock), lock=lock, holder=holder, waited=waited)
+    )
 
 
 _ENDS = {"released": lock_released, "lost": lock_lost, "detached": lock_detached}

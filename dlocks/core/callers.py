@@ -88,7 +88,8 @@ def forget_hold(hold: Any) -> None:
     for entry_key in hold.entered_as:
         # In one section, so that the next hold of the caller stays.
         with _mutex:
-            others = _others(hold, _further.pop(entry_key, []))
+            further = _further.pop(entry_key, None)
+            others = _others(hold, further) if further else []
             if hold_by(entry_key) is hold:
                 if others:
                     holds_by_caller[entry_key] = others.pop()
@@ -163,6 +164,9 @@ def _line_of_caller() -> tuple[str, int]:
 
 def forget_acquired(hold: Any) -> None:
     """Stop keeping a hold that has ended."""
+    if hold.scope == "lease" and hold not in _leases:
+        # A block ends it.
+        return
     _leases.discard(hold)
     with _mutex:
         entries = _acquired.pop(hold.caller, ())
@@ -282,7 +286,12 @@ def innermost_block(lock: Any, frame: FrameType | None) -> Block:
     that has ended. Raise RuntimeError if it is not certain which block is meant.
     """
     caller = current_caller()
+    place = id(frame), frame and frame.f_code
     with _mutex:
+        blocks = _blocks.get(caller)
+        if blocks and blocks[-1][1] is lock and blocks[-1][3] == place:
+            # Usually it is the block that began last.
+            return blocks[-1]
         found = _block_to_end(lock, frame, caller)
         if found is not None and found[0] is not caller:
             # It is this caller's now. No other one ends it too.
@@ -335,9 +344,12 @@ def forget_block(block: Block) -> None:
     """Forget a block that has ended."""
     with _mutex:
         blocks = _blocks.get(block[0], [])
-        if left := list(one for one in blocks if one is not block):
-            _blocks[block[0]] = left
+        if blocks and blocks[-1] is block:
+            # Usually it is the innermost one.
+            del blocks[-1]
         else:
+            blocks[:] = list(one for one in blocks if one is not block)
+        if not blocks:
             _blocks.pop(block[0], None)
 
 
@@ -402,14 +414,13 @@ def read_outside(function: Callable[[], T], backend: Backend, timeout: float) ->
     It is called inside if no other session can see all of the keys.
     """
     if backend.reads_inside:
-        refuse_nested()
         return request(function)
     return run_outside(function, backend, timeout)
 
 
 def run_outside(function: Callable[[], T], backend: Backend, timeout: float) -> T:
     """Call a function outside of the caller's transaction and pool."""
-    refuse_nested()
     if is_outside(backend):
+        refuse_nested()
         return keeper.run(partial(request, function), backend, timeout=timeout)
     return request(function)

@@ -202,10 +202,10 @@ class Claims:
 
         A lease is requested outside of the caller's transaction and pool.
         """
-        refuse_nested()
         lease = self.claim is not None and self.claim.scope == "lease"
         ask = partial(request, function, *arguments)
         if lease and (self.backend.in_transaction() or self.backend.connect_first):
+            refuse_nested()
             return keeper.run(ask, self.backend, timeout=self._reply_timeout)
         return ask()
 

@@ -16,6 +16,7 @@ from dlocks.runtime.clock import FOREVER
 from dlocks.runtime.keeper import keeper
 from dlocks.runtime.requests import refuse_nested, request
 from dlocks.signals import send_ended
+from dlocks.transactions import standing
 from dlocks.values import Claim, Duration, seconds
 
 SALT = "dlocks.handover"
@@ -124,16 +125,18 @@ def _transfer(hold: KeptHold, ttl: float, offer: object) -> tuple[float, float]:
             raise RuntimeError(
                 f"{hold.lock.key!r} cannot be handed over inside hold.atomic()."
             )
+        if standing(hold.left_before):
+            raise RuntimeError(
+                f"{hold.lock.key!r} cannot be handed over before the end of a"
+                " transaction in which it was left."
+            )
         ended = hold.lease.ended or hold.count == 0
         if not ended and hold.held:
             # From here on, no caller enters it. Written first, for an interrupt.
             hold.offer = offer
             hold.lease.ended = True
     now = clock.now()
-    left = (
-        hold.lease.kept_for,
-        hold.lease.last_at - now,
-    )
+    left = hold.lease.kept_for, hold.lease.last_at - now
     if hold.offer is not offer:
         if not ended:
             hold.loss(hold.lease.why_not())

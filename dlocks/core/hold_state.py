@@ -131,7 +131,8 @@ class HoldState:
     @property
     def is_over(self) -> bool:
         """Return whether the hold has ended, is lost, or is a parent process's."""
-        return self.lease.is_over or self.is_forked
+        lease = self.lease
+        return lease.ended or lease.lost is not None or self.is_forked
 
     @property
     def is_forked(self) -> bool:
@@ -238,15 +239,16 @@ class HoldState:
 
         A lease is handled outside of the caller's transaction and pool.
         """
-        refuse_nested()
         backend = self.backend
-        self.refuse_other_thread()
+        if self.scope == "transaction":
+            self.refuse_other_thread()
         # Within hold.atomic() only the caller's transaction can write the row.
         if (
             self.scope == "lease"
             and is_outside(backend)
             and (not self.pinned or backend.connect_first)
         ):
+            refuse_nested()
             ask = partial(request, function, *arguments, **keywords)
             return keeper.run(ask, backend)
         return request(function, *arguments, **keywords)

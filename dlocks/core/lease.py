@@ -54,7 +54,8 @@ class Lease:
         # Until when the key stays taken after its release. Counted from the reply, so
         # it is never too short by the row's begin_time.
         self.taken_until = 0.0
-        self.keep_taken(lock.min_hold)
+        if lock.min_hold:
+            self.keep_taken(lock.min_hold)
         # Counted from before the request, so it always passes before the backend's
         # deadline.
         self.deadline = FOREVER if claim.scope == "transaction" else sent + ttl

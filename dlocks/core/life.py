@@ -355,12 +355,13 @@ class Life:
             while True:
                 old = self._state
                 new, effect = rule(old)
-                # A signal handler of this thread may have changed the state since it
-                # was read. No call lies between the comparison and the assignment, so
-                # none can strike there.
-                if self._state is old:
-                    self._state = new
-                    return effect
+                if self._state is not old:
+                    # A signal handler of this thread has changed it meanwhile.
+                    continue
+                # No call lies between the comparison and this assignment, so no
+                # handler can strike there.
+                self._state = new
+                return effect
 
 
 # The rules that several events share.

@@ -108,7 +108,8 @@ class Lock(LockPolicy):
         return holder is not None and not holder.stale
 
     def __enter__(self) -> Hold:
-        caller, place = current_caller(), place_of(sys._getframe().f_back)
+        caller, frame = current_caller(), sys._getframe(1)
+        place = id(frame), frame.f_code
         block = caller, self, self._acquire(caller, wait=True, keep=False), place
         try:
             enter_block(block)
@@ -122,12 +123,12 @@ class Lock(LockPolicy):
     def __exit__(self, kind: object, error: BaseException | None, *exc: object) -> None:
         block = count = None
         try:
-            block = innermost_block(self, sys._getframe().f_back)
+            block = innermost_block(self, sys._getframe(1))
             count = block[2].count
             block[2].exit(error)
             forget_block(block)
         except BaseException as trouble:
-            block = block or innermost_block(self, sys._getframe().f_back)
+            block = block or innermost_block(self, sys._getframe(1))
             hold = block[2]
             if not isinstance(trouble, LockError) and count in {None, hold.count}:
                 # Interrupted before anything was released.

@@ -16,6 +16,10 @@ from dlocks.signals import send_ended
 from dlocks.transactions import TransactionMarker, open_connections, standing
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from django.db.backends.base.base import BaseDatabaseWrapper
+
     from dlocks.protocols import Policy
 
 logger = logging.getLogger("dlocks")
@@ -122,18 +126,19 @@ class Release(HoldState):
         count = entry = None
         try:
             with self.lease.mutex:
-                if self.count == 0 or (self.lease.ended and self.offer is None):
+                entries = self.open_entries
+                if not entries or (self.lease.ended and self.offer is None):
                     return
-                count = self.count - 1
                 # The newest may be one that its caller has not received yet.
-                entry = self.open_entries[0]
-                del self.open_entries[0]
+                entry = entries.pop(0)
+                count = len(entries)
                 self.failed = self.failed or failed
                 if count:
                     self.remove_entry()
                 if self.scope == "lease" and (count or self.lease.ended):
                     # The last one to leave may be in no transaction, or in another one.
-                    self.left_before = standing(self.left_before, self._marks_here())
+                    here = self._marks_in(open_connections())
+                    self.left_before = standing(self.left_before, here)
                 if self.lease.ended:
                     # Another thread is detaching it. If that fails, the hold ends.
                     count = None
@@ -327,8 +332,12 @@ class Release(HoldState):
         """
         if self.scope == "transaction":
             return False
-        here = self._marks_here()
+        opened = open_connections()
         # Read after the last entry was left. No guard begins from then on.
+        if not (opened or self.pinned_in or self.left_before or self.left_in):
+            # Usually there is no transaction, and this is the only cost.
+            return False
+        here = self._marks_in(opened)
         marks = standing(self.pinned_in, self.left_before, self.left_in, here)
         for mark in marks:
             if self.settle not in mark.at_commit:
@@ -341,9 +350,10 @@ class Release(HoldState):
             keeper.await_end(self)
         return bool(marks)
 
-    def _marks_here(self) -> list[TransactionMarker]:
-        """Return the marks of this thread's transactions that have to end first."""
-        opened = open_connections()
+    def _marks_in(
+        self, opened: Sequence[BaseDatabaseWrapper]
+    ) -> list[TransactionMarker]:
+        """Return the marks of those open transactions that have to end first."""
         if self.leaves_at_exit:
             # A rollback would undo a release written beside the only writer.
             beside = self.backend.refusal(self.claim) is not None

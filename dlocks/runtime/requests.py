@@ -31,8 +31,9 @@ def request(function: Callable[..., T], *arguments: Any, **keywords: Any) -> T:
 
     Raise LockBackendError, and do not call it, inside of another request.
     """
-    refuse_nested()
     thread = get_ident()
+    if thread in _threads:
+        refuse_nested()
     try:
         _threads.add(thread)
         return function(*arguments, **keywords)

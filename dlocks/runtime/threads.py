@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -39,6 +40,9 @@ class BackgroundThread:
         """Start the thread unless it runs, and return whether it was started."""
         if self.is_running:
             return False
+        if sys.is_finalizing():
+            # A new thread would not run, and its start would wait for it.
+            raise PythonIsExitingError("Python has ended all threads.")
         # Recorded before its start. An interrupt in between must not leave a second
         # thread running beside the next one. The first thread ends, since it is not
         # the current one any more.

@@ -12,6 +12,7 @@ from contextlib import suppress
 
 import pytest
 from asgiref.sync import async_to_sync
+from django.apps import apps
 from django.core.management import call_command
 from django.db import connection, connections, transaction
 from django.db.backends.signals import connection_created
@@ -316,6 +317,12 @@ def test_nothing_is_set_for_the_sessions_of_a_pooler(doomed):
 
 class TestInATestCase(TestCase):
     """``held_elsewhere()`` writes in the test's own transaction."""
+
+    @classmethod
+    def tearDownClass(cls):
+        super().tearDownClass()
+        # Leases of other keys are committed on purpose.
+        apps.get_model("dlocks", "ResourceLock").objects.all().delete()
 
     def refuse(self, lock, timeout=0.1):
         began = time.monotonic()

@@ -99,11 +99,14 @@ def read_only(request, tmp_path):
         name = f"file:{connection.settings_dict['NAME']}?mode=ro"
         return elsewhere(NAME=name, OPTIONS={"uri": True})
     tables = "dlocks_resourcelock", "dlocks_lockclaim", "dlocks_holdrecord"
+    password = connection.settings_dict["PASSWORD"]
     if VENDOR == "postgresql":
-        user, create = "dlocks_reader", "CREATE ROLE dlocks_reader LOGIN NOSUPERUSER"
+        user = "dlocks_reader"
+        create = f"CREATE ROLE {user} LOGIN NOSUPERUSER PASSWORD '{password}'"
         remove = ["DROP OWNED BY dlocks_reader", "DROP ROLE dlocks_reader"]
     else:
-        user, create = "'reader'@'127.0.0.1'", "CREATE USER 'reader'@'127.0.0.1'"
+        user = "'reader'@'127.0.0.1'"
+        create = f"CREATE USER {user} IDENTIFIED BY '{password}'"
         remove = [f"DROP USER {user}"]
     with connection.cursor() as cursor:
         cursor.execute(create)

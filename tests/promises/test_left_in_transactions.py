@@ -8,7 +8,7 @@ import time
 import pytest
 from django.db import transaction
 
-from dlocks import LockTimeout, db_lock, db_rwlock, db_semaphore
+from dlocks import LockTimeout, db_lock, db_rwlock, db_semaphore, resume_hold
 from tests.for_each import for_each
 
 pytestmark = [pytest.mark.django_db(transaction=True)]
@@ -151,6 +151,18 @@ def test_a_failed_second_acquisition_frees_no_key_before_the_commit(
     commit()
     until(lambda: not is_kept("one key", using))
     other.release()
+
+
+@pytest.mark.parametrize("using", [USING[0], "memory"])
+def test_a_hold_is_not_detached_before_the_commit(using, leave_in_transaction):
+    """The process that resumes it could release the key before the commit."""
+    lock = lock_of("one key", using)
+    with lock as hold:
+        commit = leave_in_transaction(lock.acquire())
+        with pytest.raises(RuntimeError, match="before the end of a transaction"):
+            hold.detach()
+        commit()
+        resume_hold(hold.detach()).release()
 
 
 @pytest.mark.parametrize("using", [USING[0], "memory"])

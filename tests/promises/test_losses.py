@@ -1,6 +1,8 @@
 """Losses that a caller finds itself, and those that are reported meanwhile."""
 
 import dataclasses
+import threading
+from contextlib import suppress
 
 import pytest
 from django.test import override_settings
@@ -69,10 +71,12 @@ def test_on_lost_may_acquire_again(kind, find, in_other_thread):
     twice = find in {by_acquire, by_inner_release}
     if twice and not kind.reentrant:
         return
-    again = []
+    again, here = [], threading.current_thread()
 
     def acquire_again(lost):
-        again.append(changed(lock, timeout=5).acquire())
+        # A renewal in the background may find the loss first.
+        if threading.current_thread() is here:
+            again.append(changed(lock, timeout=5).acquire())
 
     def take_over():
         # Only the first of several keys has expired.
@@ -80,12 +84,16 @@ def test_on_lost_may_acquire_again(kind, find, in_other_thread):
         in_other_thread(lambda: other.acquire().release())
 
     lock = changed(kind, on_lost=acquire_again)
-    hold = lock.acquire()
-    if find is by_inner_release:
-        lock.acquire()
-    expire(hold)
-    with pytest.raises(LockLost):
-        find(hold, lock, take_over)
+    for _ in range(10):
+        hold = lock.acquire()
+        if find is by_inner_release:
+            lock.acquire()
+        expire(hold)
+        with pytest.raises(LockLost):
+            find(hold, lock, take_over)
+        if again:
+            break
+        leave(hold)
     (new,) = again
     assert new is not hold
     assert new.held
@@ -96,8 +104,14 @@ def test_on_lost_may_acquire_again(kind, find, in_other_thread):
     if find is not by_release:
         with pytest.raises(LockLost):
             hold.release()
+    leave(hold)
+
+
+def leave(hold):
+    """Leave all entries of a lost hold."""
     while hold.count:
-        hold.release()
+        with suppress(LockLost):
+            hold.release()
 
 
 @pytest.mark.front
