@@ -20,6 +20,7 @@ each flush of a server would delay all others.
 Without arguments for pytest, tests of the front run on SQLite alone (CONTRIBUTING.md).
 The suite is split into ten shards (DLOCKS_TEST_SHARDS), shared among the engines. Each
 shard has its own server, and all of them run side by side, which keeps two cores busy.
+The summary counts the skipped tests by reason, and names the tests that ran again.
 A shard that takes longer than 40 minutes is aborted and prints the stacks of its
 threads. A driver's call that no signal interrupts can cause this.
 """
@@ -36,7 +37,7 @@ import tempfile
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 
 from tests.servers import FETCHED, SERVERS, fetched
@@ -68,6 +69,10 @@ NEWEST_SHARDS = 2
 LIMIT = 40 * 60.0
 # The length of a line of the summary, in characters.
 LINE = 300
+# pytest lists failures, errors, reruns and skips at its end.
+LISTED = "-rfERs"
+# The end of the name of a shard whose late tests run once more.
+AGAIN = " again"
 # A file system in memory, and the bytes that the suite may need there.
 MEMORY, MEMORY_BYTES = "/dev/shm", 6 * 2**30
 
@@ -75,8 +80,10 @@ MEMORY, MEMORY_BYTES = "/dev/shm", 6 * 2**30
 def main(arguments: list[str]) -> int:
     split = arguments.index("--") if "--" in arguments else len(arguments)
     engines, extra = arguments[:split] or list(ENGINES), arguments[split + 1 :]
+    left_out = []
     if "mysql" in engines and (why := _why_no_mysql()) is not None:
-        print(f"mysql: NOT RUN: {why}", flush=True)
+        left_out = [f"mysql: NOT RUN: {why}"]
+        print(*left_out, flush=True)
         if "CI" in os.environ and os.environ.get("DLOCKS_TEST_WITHOUT_MYSQL") != "1":
             return 1
         engines.remove("mysql")
@@ -97,7 +104,7 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if not extra:
-        return _side_by_side(engines)
+        return run_shards(dict(_shards(engines)), left_out)
     statuses = {engine: _run(engine, extra) for engine in engines}
     _report(statuses)
     return int(any(statuses.values()))
@@ -117,43 +124,90 @@ def _report(statuses: dict[str, int]) -> None:
         )
 
 
-def _side_by_side(engines: list[str]) -> int:
-    """Run all shards of the engines at once, and return an exit status.
+class Summary:
+    """What the shards have reported in the output of pytest."""
 
-    Every line of output is prefixed with the name of its shard. If all failures of a
-    shard are tests that were too late, these run once more after all shards.
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        # The number of skipped tests by reason.
+        self.skipped: Counter[str] = Counter()
+        # The number of reruns by test, with the name of its shard.
+        self.reruns: Counter[str] = Counter()
+        # The lines of the failed tests by shard and test.
+        self.failures: dict[str, dict[str, str]] = defaultdict(dict)
+        # The stalls of this machine, in seconds.
+        self.stalls = [0.0]
+
+    def read(self, shard: str, line: str) -> None:
+        """Read a line of the output of a shard."""
+        found = re.match(r"(?:FAILED|ERROR) (.+?)( - .*)?$", line)
+        # The list of reruns names it again, without the reason.
+        if found and (found[2] or found[1] not in self.failures[shard]):
+            self.failures[shard][found[1]] = line.rstrip()
+        if rerun := re.match(r"RERUN (\S+::.+)", line):
+            self.runs_again(shard, rerun[1])
+        if skip := re.match(r"SKIPPED \[(\d+)\] [^:]+:(?:\d+:)? (.*)", line):
+            self.skipped[skip[2]] += int(skip[1])
+        if stall := re.match(r"This machine stalled .* up to ([\d.]+) s", line):
+            self.stalls.append(float(stall[1]))
+        if re.search(r"\d+ \w+.* in \d+\.\d+s", line):
+            self.counts.update(
+                {
+                    what.rstrip("s"): int(number)
+                    for number, what in re.findall(r"(\d+) ([a-z]+)", line)
+                }
+            )
+
+    def runs_again(self, shard: str, *tests: str) -> None:
+        shard = shard.removesuffix(AGAIN)
+        self.reruns.update(f"{shard} | {test}" for test in tests)
+
+    def forgive(self, shard: str) -> None:
+        """Forget the failures of a shard, whose tests have passed after all shards."""
+        self.counts.subtract(failed=len(self.failures.pop(shard)))
+
+    def lines(self) -> Iterator[str]:
+        if max(self.stalls):
+            yield f"This machine stalled for up to {max(self.stalls):.1f} s."
+        passed, skipped = self.counts["passed"], self.counts["skipped"]
+        failed = self.counts["failed"] + self.counts["error"]
+        yield (
+            f"{passed} passed, {failed} failed, {skipped} skipped,"
+            f" {len(self.reruns)} were too late and ran again"
+        )
+        for reason, number in sorted(self.skipped.items()):
+            yield f"{number} skipped: {reason}"
+        for test, times in sorted(self.reruns.items()):
+            yield f"{test} was too late and ran {1 + times} times"
+
+
+def run_shards(
+    shards: Mapping[str, tuple[list[str], dict[str, str]]], left_out: Iterable[str] = ()
+) -> int:
+    """Run all shards at once, print a summary, and return an exit status.
+
+    A shard has the arguments of this program, and variables of its environment. Every
+    line of output is prefixed with the name of its shard. If all failures of a shard
+    are tests that were too late, these run once more after all shards. The summary
+    ends with the lines ``left_out`` and the failures, because the last lines of the
+    output are all that a CI may keep.
     """
     began = time.monotonic()
     processes: dict[str, subprocess.Popen[str]] = {}
-    counts: Counter[str] = Counter()
     readers: dict[str, threading.Thread] = {}
-    # The last lines of the output are all that a CI may keep, so failures come last.
-    failures: dict[str, dict[str, str]] = defaultdict(dict)
-    commands: dict[str, tuple[list[str], dict[str, str]]] = {}
-    stops = [0.0]
+    summary, lock = Summary(), threading.Lock()
 
     def read(name: str, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None
-        for line in process.stdout:
-            print(f"{name} | {line.rstrip()}", flush=True)
-            found = re.match(r"(?:FAILED|ERROR) (.+?)( - .*)?$", line)
-            # The list of reruns names it again, without the reason.
-            if found and (found[2] or found[1] not in failures[name]):
-                failures[name][found[1]] = line.rstrip()
-            if still := re.match(r"This machine stalled .* up to ([\d.]+) s", line):
-                stops.append(float(still[1]))
-            if re.search(r"\d+ \w+.* in \d+\.\d+s", line):
-                counts.update(
-                    {
-                        what.rstrip("s"): int(number)
-                        for number, what in re.findall(r"(\d+) ([a-z]+)", line)
-                    }
-                )
+        with process.stdout:
+            for line in process.stdout:
+                with lock:
+                    print(f"{name} | {line.rstrip()}", flush=True)
+                    summary.read(name, line)
 
-    def start(name: str, what: list[str], **environment: str) -> None:
-        commands[name] = what, environment
+    def start(name: str, arguments: list[str], environment: dict[str, str]) -> None:
         processes[name] = process = subprocess.Popen(
-            [sys.executable, "-m", "tests.run", *what],
+            [sys.executable, "-m", "tests.run", *arguments, LISTED],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -178,42 +232,27 @@ def _side_by_side(engines: list[str]) -> int:
                 readers[name].join(30)
         return statuses
 
-    # The shards that take longest start first.
-    for engine, shards in _shards(engines):
-        for part in (f"{number + 1}/{shards}" for number in range(shards)):
-            what, environment = [engine, "--"], {}
-            if engine == BACKENDS:
-                what = ["sqlite", "--", "tests/backends"]
-            elif engine.startswith(NEWEST):
-                what = [engine.removeprefix(f"{NEWEST} "), "--", *NEWEST_TESTS]
-                environment["DLOCKS_TEST_SERVERS"] = NEWEST
-            start(f"{engine} {part}", [*what, "--shard", part], **environment)
+    for name, (arguments, environment) in shards.items():
+        start(name, arguments, environment)
     statuses = wait(list(processes))
     for name, status in list(statuses.items()):
         # A status of 1 says that tests have failed, and nothing else.
-        if status != 1 or not (tests := _late(failures[name].values())):
+        late = _late(summary.failures[name].values()) if status == 1 else []
+        if not late:
             continue
-        (what, *_), environment = commands[name]
-        start(f"{name} again", [what, "--", *tests], **environment)
-        again = wait([f"{name} again"])
+        (engine, *_), environment = shards[name]
+        summary.runs_again(name, *late)
+        start(f"{name}{AGAIN}", [engine, "--", *late], environment)
+        again = wait([f"{name}{AGAIN}"])
         statuses |= again
         if not any(again.values()):
             statuses[name] = 0
-            counts.subtract(failed=len(tests))
-            del failures[name]
+            summary.forgive(name)
     print(f"{(time.monotonic() - began) / 60:.1f} minutes")
-    rerun = (
-        f", {counts['rerun']} were too late and ran again" if counts["rerun"] else ""
-    )
-    if max(stops):
-        print(f"This machine stalled for up to {max(stops):.1f} s.")
-    print(
-        f"{counts['passed']} passed, {counts['failed'] + counts['error']}"
-        f" failed{rerun}",
-        flush=True,
-    )
+    for line in (*summary.lines(), *left_out):
+        print(line[:LINE], flush=True)
     _report(statuses)
-    for name, lines in failures.items():
+    for name, lines in summary.failures.items():
         for line in lines.values():
             print(f"{name} | {line[:LINE]}", flush=True)
     return int(any(statuses.values()))
@@ -232,7 +271,25 @@ def _late(lines: Iterable[str]) -> list[str]:
     return tests
 
 
-def _shards(engines: list[str]) -> Iterator[tuple[str, int]]:
+def _shards(
+    engines: list[str],
+) -> Iterator[tuple[str, tuple[list[str], dict[str, str]]]]:
+    """Yield the name, the arguments and the environment of each shard.
+
+    Those that take longest come first.
+    """
+    for engine, shards in _parts(engines):
+        what, environment = [engine, "--"], {}
+        if engine == BACKENDS:
+            what = ["sqlite", "--", "tests/backends"]
+        elif engine.startswith(NEWEST):
+            what = [engine.removeprefix(f"{NEWEST} "), "--", *NEWEST_TESTS]
+            environment["DLOCKS_TEST_SERVERS"] = NEWEST
+        for part in (f"{number + 1}/{shards}" for number in range(shards)):
+            yield f"{engine} {part}", ([*what, "--shard", part], environment)
+
+
+def _parts(engines: list[str]) -> Iterator[tuple[str, int]]:
     if BACKENDS in engines:
         yield BACKENDS, BACKENDS_SHARDS
     if NEWEST in engines:
