@@ -1124,10 +1124,8 @@ def test_commands_list_and_clear_the_locks_of_other_processes(server, configured
     backend.acquire(claim("b:other"))
     backend.enqueue(waits)
     _, first, stock = run("list_locks").splitlines()
-    assert re.fullmatch(
-        r"%2F / \{ü\} +held +somebody +- +\S+ s ago +\d+ s left +1 +0 +\d+", first
-    )
-    assert re.search(rf"^stock:7 +held +\S+ .* - +1 +1 +{token}$", stock)
+    assert re.fullmatch(r"%2F / \{ü\} +held +0 +somebody +\d+s +\d+s", first)
+    assert re.search(r"^stock:7 +held +1 +\S+ +\d+s +-$", stock)
     (lock,) = json.loads(run("list_locks", "stock:*", "--json"))
     assert (lock["token"], lock["seconds_left"], lock["waiting"]) == (token, None, 1)
     backend.release(odd)
