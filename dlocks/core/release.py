@@ -129,9 +129,11 @@ class Release(HoldState):
                 entries = self.open_entries
                 if not entries or (self.lease.ended and self.offer is None):
                     return
+                # Written before the entry is gone, for an interrupt.
+                count = len(entries) - 1
                 # The newest may be one that its caller has not received yet.
-                entry = entries.pop(0)
-                count = len(entries)
+                entry = entries[0]
+                del entries[0]
                 self.failed = self.failed or failed
                 if count:
                     self.remove_entry()
@@ -334,7 +336,8 @@ class Release(HoldState):
             return False
         opened = open_connections()
         # Read after the last entry was left. No guard begins from then on.
-        if not (opened or self.pinned_in or self.left_before or self.left_in):
+        marked = self.pinned_in or self.left_before or self.left_in
+        if not (opened or marked or self.leaves_at_exit):
             # Usually there is no transaction, and this is the only cost.
             return False
         here = self._marks_in(opened)
