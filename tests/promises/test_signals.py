@@ -195,3 +195,61 @@ def test_an_interrupted_election_lets_no_thread_wait_for_its_end(each_moment, th
         for thread in stopped:
             thread.join(5)
             assert not thread.is_alive()
+
+
+# The moments at which Python calls signal handlers, within dlocks.
+
+
+@pytest.fixture
+def strike_in_dlocks():
+    """Return a function that calls another one, and strikes at a numbered moment.
+
+    It returns whether the call has lasted until then. Python calls signal handlers when
+    a call has returned, at the start of a function, and at a jump back.
+    """
+    before = sys.gettrace()
+    moments = {"CALL", "CALL_KW", "CALL_FUNCTION_EX", "RESUME", "JUMP_BACKWARD"}
+
+    def strike(number, function):
+        left, last, struck = [number], {}, []
+
+        def trace(frame, event, _):
+            code = frame.f_code
+            if not code.co_filename.startswith(str(PACKAGE / "core")):
+                return None
+            frame.f_trace_opcodes = True
+            if event == "opcode":
+                done = last.get(frame)
+                last[frame] = dis.opname[code.co_code[frame.f_lasti]]
+                left[0] -= done in moments
+                if left[0] < 0 and not struck:
+                    struck.append(True)
+                    raise StrikeError
+            return trace
+
+        with contextlib.suppress(StrikeError):
+            sys.settrace(trace)
+            try:
+                function()
+            finally:
+                sys.settrace(before)
+        return bool(struck)
+
+    yield strike
+    sys.settrace(before)
+
+
+@pytest.mark.parametrize("entries", [1, 2])
+def test_a_release_is_interrupted_as_a_whole(strike_in_dlocks, is_busy, entries):
+    """Either an entry is left, or ``release()`` can be called once more."""
+    lock = db_lock("stock:7", using="memory")
+    for number in itertools.count():
+        for _ in range(entries):
+            hold = lock.acquire()
+        struck = strike_in_dlocks(number, hold.release)
+        for _ in range(hold.count):
+            hold.release()
+        assert not is_busy("stock:7", "memory"), number
+        if not struck:
+            break
+    assert number > 10
