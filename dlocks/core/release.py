@@ -95,9 +95,11 @@ class Release(HoldState):
         last = False
         try:
             with self.lease.mutex:
-                if self.lease.ended or entry not in self.open_entries:
+                ended = self.lease.ended
+                if entry not in self.open_entries or (ended and self.offer is None):
                     return
-                last = self.count == 1
+                # While it is detached, only the end of that request ends the hold.
+                last = self.count == 1 and not ended
                 self.open_entries.remove(entry)
                 self.revert_lock(entry)
             if last and (self.is_over or not self._leave_in_transactions()):

@@ -73,16 +73,21 @@ class Stop:
 
     def __init__(self) -> None:
         self._reached, self._go_on = threading.Event(), threading.Event()
+        self._error: Exception | None = None
 
     def __call__(self) -> None:
         self._reached.set()
         assert self._go_on.wait(20), "the test did not let the request go on"
+        if self._error is not None:
+            raise self._error
 
     def wait(self) -> None:
         """Return when the request has been reached."""
         assert self._reached.wait(20), "the request was not reached"
 
-    def go_on(self) -> None:
+    def go_on(self, error: Exception | None = None) -> None:
+        """Let the request go on, or raise an error instead of it."""
+        self._error = error
         self._go_on.set()
 
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from dlocks import LockBackendError, LockTimeout, db_lock
+from dlocks import LockBackendError, LockLost, LockTimeout, db_lock
 from tests.for_each import for_each
 
 pytest_plugins = ["tests.promises.stops"]
@@ -104,3 +104,34 @@ def test_an_error_does_not_undo_the_release_of_another_thread(
             db_lock(*keys, using=using).acquire()
         assert not hold.held
         assert not is_busy("a", using)
+
+
+@for_each("name", ["pessimistic", "optimistic", "insert", "memory"])
+def test_an_entry_that_a_detach_refuses_does_not_keep_the_hold(
+    name, stops, threads, is_busy, until
+):
+    """A thread enters its hold again, while others leave it and cannot detach it.
+
+    The thread gets LockLost and has no entry. The last entry was left, so the key is
+    free when the detach has failed.
+    """
+    using = f"stopping {name}"
+    lock = db_lock("a", using=using)
+    hold = lock.acquire()
+    others = []
+
+    def leave_and_detach():
+        threads(hold.release).join(20)
+        detaching.append(stops.at("renew"))
+        others.append(threads(hold.detach))
+        detaching[0].wait()
+
+    detaching = []
+    stops.call("verify", leave_and_detach)
+    with pytest.raises(LockLost):
+        lock.acquire()
+    detaching[0].go_on(LockBackendError("The server does not respond."))
+    with pytest.raises(LockBackendError):
+        others[0].join(20)
+    assert hold.count == 0
+    until(lambda: not is_busy("a", using), 1.0)
