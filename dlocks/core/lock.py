@@ -34,6 +34,7 @@ from dlocks.runtime.coroutines import (
     run_in_sync_thread,
 )
 from dlocks.runtime.keeper import OUTSIDE_TIMEOUT, keeper
+from dlocks.runtime.requests import refuse_nested
 from dlocks.values import Holder
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -216,15 +217,19 @@ class Lock(LockPolicy):
         return None if fixed else backend.prefix + self.keys[0]
 
     def _last(self, caller: Caller) -> Hold:
+        # First, because it could not be released again.
+        refuse_nested()
         last = last_acquired(self, caller, take=True)
-        if last is None:
+        # Another thread may be ending it at this moment.
+        hold: Hold | None = None if last is None else last.hold
+        if hold is None:
             raise RuntimeError(
                 f"{self.key!r} was not acquired by this"
                 f" {'task' if hasattr(caller, 'get_loop') else 'thread'}, or"
                 " has been released. 'lock.release()' releases what 'lock.acquire()' of"
                 " the same lock returned."
             )
-        return last.hold  # type: ignore[no-any-return]
+        return hold
 
     def _acquire(self, caller: Caller, *, wait: bool, keep: bool) -> Hold:
         """Acquire the key. With ``keep``, the hold is kept alive until it ends."""

@@ -288,3 +288,21 @@ def test_a_lock_in_a_signal_handler_harms_no_query_that_it_interrupts():
     assert len(outcomes) == 10
     with db_lock("other"):
         pass
+
+
+@for_each("using", ["default", "memory"])
+def test_a_refused_release_can_be_made_later(using, interrupted, is_busy):
+    """``lock.release()`` in a signal handler does not forget the hold."""
+    using = f"struck {using}"
+    lock = db_lock("a", using=using)
+    hold = lock.acquire()
+
+    def release():
+        with pytest.raises(LockBackendError):
+            lock.release()
+
+    interrupted(release)
+    hold.check()
+    assert lock.held()
+    lock.release()
+    assert not is_busy("a", using)
