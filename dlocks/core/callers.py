@@ -134,15 +134,10 @@ def note_acquired(lock: Any, hold: Any) -> None:
     """
     if next(_counter) % CALLS_PER_CLEANUP == 0:
         _clean_up()
-    key = hold.parts[0].claim.key
     with _mutex:
-        entries = list(
-            (by, reference)
-            for by, reference in _acquired.get(hold.caller, ())
-            if (one := reference()) is not None
-            if one.held or (by, one.parts[0].claim.key) != (lock, key)
-        )
+        entries, lost = _without_lost(lock, hold)
         _acquired[hold.caller] = [*entries, (lock, weakref.ref(hold))]
+        _leases.difference_update(lost)
     if hold.scope == "transaction":
         hold.mark.holds.append(hold)
     else:
@@ -150,6 +145,28 @@ def note_acquired(lock: Any, hold: Any) -> None:
     if sys.flags.dev_mode or tracemalloc.is_tracing():
         for one in hold.parts:
             one.acquired_at = _line_of_caller()
+
+
+def _without_lost(lock: Any, hold: Any) -> tuple[list[Any], set[Any]]:
+    """Return the entries of a caller without lost holds of a lock and a key.
+
+    Return also the holds that have no entry any more.
+    """
+    key = hold.parts[0].claim.key
+    entries, kept, lost = [], set(), set()
+    for by, reference in _acquired.get(hold.caller, ()):
+        one = reference()
+        if one is None:
+            continue
+        # A lease that has expired may still be renewed, and is not lost then.
+        if (by, one.parts[0].claim.key) != (lock, key) or all(
+            part.keeps for part in one.parts
+        ):
+            entries.append((by, reference))
+            kept.add(one)
+        else:
+            lost.add(one)
+    return entries, lost - kept
 
 
 def _line_of_caller() -> tuple[str, int]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import queue
 import threading
+import weakref
 
 import pytest
 
@@ -139,6 +141,23 @@ def test_a_lost_hold_is_forgotten_in_a_thread_that_lives_on(reentrant):
                 lock.acquire()
     with lock as hold:
         assert hold.held
+
+
+@pytest.mark.front
+@pytest.mark.parametrize("keys", [("stock:7",), ("stock:7", "stock:8")])
+def test_lost_holds_do_not_pile_up_in_a_thread_that_lives_on(keys, until):
+    """A job that ends without ``release()`` is repeated, and each hold is lost."""
+    lock = db_lock(*keys, reentrant=False, using="memory")
+    lost = []
+    for _ in range(5):
+        hold = lock.acquire()
+        lost.append(weakref.ref(hold))
+        for key in keys:
+            lose(key, using="memory")
+    del hold
+    with contextlib.suppress(LockLost):
+        lock.release()
+    until(lambda: gc.collect() is not None and not any(one() for one in lost))
 
 
 class PausingThread(threading.Thread):
