@@ -217,20 +217,27 @@ class Hold:
     # Blocks.
 
     def __enter__(self) -> Self:
-        state = self._state
-        if state.blocks >= state.entries:
-            raise RuntimeError(
-                f"This hold of {', '.join(map(repr, self.keys))} has been released, or"
-                " an outer block releases it. Acquire the lock once for each block."
-            )
-        state.add_user(current_caller())
-        state.blocks += 1
-        return self
+        state, fits = self._state, False
+        try:
+            # In one section, since several threads may begin a block.
+            with state.mutex:
+                fits = state.blocks < state.entries
+                state.blocks += fits
+            if fits:
+                state.add_user(current_caller())
+                return self
+        except BaseException:
+            if fits:
+                state.end_block()
+            raise
+        raise RuntimeError(
+            f"This hold of {', '.join(map(repr, self.keys))} has been released, or"
+            " an outer block releases it. Acquire the lock once for each block."
+        )
 
     def __exit__(self, kind: object, error: BaseException | None, *exc: object) -> None:
-        self._state.blocks = max(0, self._state.blocks - 1)
         try:
-            self.exit(error)
+            self.exit(error, ends_block=True)
         finally:
             # Afterwards, because without a caller the keeper would end the hold.
             self._state.remove_user(current_caller())
@@ -241,20 +248,21 @@ class Hold:
     async def __aexit__(
         self, kind: object, error: BaseException | None, traceback: object
     ) -> None:
-        self._state.blocks = max(0, self._state.blocks - 1)
         try:
-            await self.aleave(error)
+            await self._there(partial(self.exit, error, ends_block=True))
         finally:
             self._state.remove_user(current_caller())
 
-    def exit(self, error: BaseException | None) -> None:
-        """End a block by releasing the hold.
+    def exit(self, error: BaseException | None, *, ends_block: bool = False) -> None:
+        """End a block by releasing the hold. ``ends_block`` says that it is one of it.
 
         If the block itself failed, a failed release only adds a note to its error.
         """
         try:
             ensure_sync()
-            self._state.release(failed=error is not None, at_block_end=True)
+            self._state.release(
+                failed=error is not None, at_block_end=True, ends_block=ends_block
+            )
         except LockError as trouble:
             if error is None:
                 raise

@@ -225,6 +225,15 @@ class HoldState:
                 None if self.offer is None else "it is being handed over"
             )
 
+    @property
+    def mutex(self) -> threading.RLock:
+        return self.lease.mutex
+
+    def end_block(self) -> None:
+        """Count one 'with hold' block less, if a new entry has not begun to count."""
+        with self.mutex:
+            self.blocks = max(0, self.blocks - 1)
+
     def remove_user(self, caller: Caller) -> None:
         """Forget the caller of a block that has ended."""
         with self.lease.mutex:

@@ -39,7 +39,7 @@ class MultiState:
         self.token = max(part.token for part in parts)
         self.takeover = any(part.takeover for part in parts)
         self.waited = max(part.waited for part in parts)
-        self._mutex = threading.RLock()
+        self.mutex = threading.RLock()
         # Those that are still to be released, each with its count inside.
         self._inside = [(part, part.count) for part in parts]
 
@@ -83,6 +83,11 @@ class MultiState:
                 part.remove_user(caller)
             raise
 
+    def end_block(self) -> None:
+        """Count one 'with hold' block less."""
+        with self.mutex:
+            self.blocks = max(0, self.blocks - 1)
+
     def remove_user(self, caller: Caller) -> None:
         """Forget the caller of a block that has ended."""
         for part in self.parts:
@@ -111,8 +116,24 @@ class MultiState:
             for part in self.parts:
                 part.renew()
 
-    def release(self, *, failed: bool = False, at_block_end: bool = False) -> None:
+    def release(
+        self,
+        *,
+        failed: bool = False,
+        at_block_end: bool = False,
+        ends_block: bool = False,
+    ) -> None:
         """Release each key once, even if the release of another fails."""
+        try:
+            self._release_once(failed=failed, at_block_end=at_block_end)
+        finally:
+            # Afterwards, so that no other block begins with the entry.
+            if ends_block:
+                self.end_block()
+
+    # Internal methods.
+
+    def _release_once(self, *, failed: bool, at_block_end: bool) -> None:
         refuse_nested()
         inside = self._inside
         for part, _ in inside:
@@ -121,7 +142,7 @@ class MultiState:
         # comprehension bypasses the handlers (CPython 3.12).
         parts = [part for part, _ in inside]
         try:
-            with self._mutex:
+            with self.mutex:
                 if self._inside is not inside:
                     return
                 self._inside = []
@@ -140,8 +161,6 @@ class MultiState:
                     elif count == 1:
                         part.resume_release()
             raise
-
-    # Internal methods.
 
     @property
     def _is_alike(self) -> bool:

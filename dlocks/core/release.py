@@ -118,17 +118,32 @@ class Release(HoldState):
         else:
             self.try_release_claim()
 
-    def release(self, *, failed: bool = False, at_block_end: bool = False) -> None:
+    def release(
+        self,
+        *,
+        failed: bool = False,
+        at_block_end: bool = False,
+        ends_block: bool = False,
+    ) -> None:
         """Leave the hold once. The last entry to leave releases the key.
 
-        Raise LockLost if the hold was lost, or if a block outlived its transaction.
+        ``ends_block`` says that a 'with hold' block ends. Raise LockLost if the hold
+        was lost, or if a block outlived its transaction.
         """
-        refuse_nested()
-        ended = self.scope == "transaction" and self.outlives_transaction()
+        try:
+            refuse_nested()
+            ended = self.scope == "transaction" and self.outlives_transaction()
+        except BaseException:
+            if ends_block:
+                self.end_block()
+            raise
         count = entry = None
         try:
             with self.lease.mutex:
                 entries = self.open_entries
+                if ends_block:
+                    # With its entry, so that no other block begins with that.
+                    self.blocks = max(0, self.blocks - 1)
                 if not entries or (self.lease.ended and self.offer is None):
                     return
                 # Written before the entry is gone, for an interrupt.

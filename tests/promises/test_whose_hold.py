@@ -6,11 +6,13 @@ import asyncio
 import contextlib
 import threading
 from contextlib import AsyncExitStack, ExitStack
+from functools import partial
 
 import pytest
 
 from dlocks import LockTimeout, db_lock, db_rwlock, db_semaphore
 from tests.for_each import for_each
+from tests.promises.yields import yielding
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -357,3 +359,37 @@ async def test_a_stack_may_enter_in_a_task_that_is_done(kind, until, is_busy):
     for task in tasks:
         await task
     await asyncio.to_thread(until, lambda: not is_busy())
+
+
+# ``with hold`` in several threads
+
+
+@pytest.mark.front
+@pytest.mark.parametrize("keys", [KEYS[:1], KEYS])
+def test_no_two_blocks_of_a_hold_end_one_entry(keys, threads):
+    """Several threads begin a block of a hold that was acquired once.
+
+    One of them succeeds, and holds the key until the end of its block. The others get
+    an error. The threads yield at random moments.
+    """
+    lock = db_lock(*keys, using="memory")
+    for number in range(40):
+        hold = lock.acquire()
+        start = threading.Barrier(2)
+
+        def use(seed, hold=hold, start=start):
+            start.wait(20)
+            with yielding(seed, often=0.2):
+                try:
+                    with hold:
+                        return hold.count
+                except RuntimeError as error:
+                    assert "has been released" in str(error)
+                    return None
+
+        users = [threads(partial(use, 2 * number + one)) for one in range(2)]
+        for one in users:
+            one.join(20)
+        counts = [one.results[0] for one in users]
+        assert sorted(counts, key=str) == [1, None], (number, counts)
+        assert not hold.held
