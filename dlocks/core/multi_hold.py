@@ -39,9 +39,13 @@ class MultiState:
         self.token = max(part.token for part in parts)
         self.takeover = any(part.takeover for part in parts)
         self.waited = max(part.waited for part in parts)
-        self.mutex = threading.RLock()
         # Those that are still to be released, each with its count inside.
         self._inside = [(part, part.count) for part in parts]
+
+    @property
+    def mutex(self) -> threading.RLock:
+        # That of a key, which a forked child replaces.
+        return self.parts[0].mutex
 
     @property
     def entries(self) -> int:
