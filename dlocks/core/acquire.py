@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -165,9 +164,8 @@ class Acquisition(Wait):
         """Let the background threads cancel the acquisition of a closed coroutine."""
         if self.waiter is not None:
             self.waiter.closed = True
-        # What is part of a transaction ends with it. When Python ends, no thread runs
-        # any more, and the claim expires by itself.
-        if not self.in_transaction and not sys.is_finalizing():
+        # What is part of a transaction ends with it.
+        if not self.in_transaction:
             keeper.post(self.cancel, self.backend)
 
     # Internal methods.

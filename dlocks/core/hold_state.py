@@ -448,7 +448,9 @@ class HoldState:
 
         Its next acquisition makes a new hold, even one by ``on_lost``.
         """
-        self.forget_entries()
+        if self.offer is None:
+            # A detach that fails continues the hold.
+            self.forget_entries()
         self.lose(why)
         return self.lost_error()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import sys
 import threading
 import time
 import weakref
@@ -174,7 +175,12 @@ class Keeper(WorkerJobs):
             self._wake()
 
     def post(self, function: Callable[[], object], backend: Backend) -> None:
-        """Let the worker of a backend call a function. A finalizer may call this."""
+        """Let the worker of a backend call a function. A finalizer may call this.
+
+        When Python ends, no thread runs any more, and leases expire by themselves.
+        """
+        if sys.is_finalizing():
+            return
 
         def job() -> None:
             self._worker(backend).post(function)
