@@ -10,6 +10,7 @@ import tracemalloc
 import weakref
 from asyncio import _get_running_loop
 from collections.abc import Callable
+from contextvars import ContextVar
 from functools import partial
 from inspect import CO_ASYNC_GENERATOR, CO_GENERATOR
 from types import CodeType, FrameType
@@ -286,8 +287,27 @@ def place_of(frame: FrameType | None) -> Place:
     return id(frame), None if frame is None else frame.f_code
 
 
+# The tasks of which this context is: the task itself, and those that have started it
+# within a block. They are weak, because a context may outlive its tasks.
+_tasks: ContextVar[frozenset[weakref.ref[Any]]] = ContextVar(
+    "dlocks_tasks", default=frozenset()
+)
+
+
+def note_context(task: Any) -> None:
+    """Note that this context, and those that are copied from it, are of a task."""
+    others = [one for one in _tasks.get() if not _is_done(one())]
+    _tasks.set(frozenset([*others, weakref.ref(task)]))
+
+
+def _is_done(task: Any) -> bool:
+    return task is None or task.done()
+
+
 def enter_block(block: Block) -> None:
     """Note that a caller has entered a block."""
+    if hasattr(block[0], "get_loop"):
+        note_context(block[0])
     if next(_counter) % CALLS_PER_CLEANUP == 0:
         _clean_up()
     with _mutex:
@@ -378,21 +398,24 @@ def is_in_block(state: Any) -> bool:
 
 
 def is_used_elsewhere(hold: Any) -> bool:
-    """Return whether another thread is in a block of a lock with the hold.
-
-    The calls of a task run in any thread, so the block of a task does not count.
-    """
+    """Return whether another caller is in a block of a lock with the hold."""
     with _mutex:
         blocks = list(itertools.chain.from_iterable(_blocks.values()))
     return any(
-        is_other_thread(block[0]) and hold in block[2]._state.parts for block in blocks
+        is_elsewhere(block[0]) and hold in block[2]._state.parts for block in blocks
     )
 
 
-def is_other_thread(caller: Caller) -> bool:
-    """Return whether a caller is a thread that runs and is not the current one."""
+def is_elsewhere(caller: Caller) -> bool:
+    """Return whether a caller is at work, and this is not one of its own calls.
+
+    The calls of a task run in any thread, as by ``sync_to_async()``, and in tasks that
+    it starts, as by ``asyncio.wait_for()``. Both have a copy of its context.
+    """
     if hasattr(caller, "get_loop"):
-        return False
+        return not (
+            _is_over(caller) or has_ended(caller) or weakref.ref(caller) in _tasks.get()
+        )
     return caller is not threading.current_thread() and is_alive(caller)
 
 

@@ -8,7 +8,7 @@ from functools import partial
 
 from django.core import signing
 
-from dlocks.core.callers import is_other_thread, is_used_elsewhere
+from dlocks.core.callers import is_elsewhere, is_used_elsewhere
 from dlocks.core.kept_hold import KeptHold
 from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
@@ -35,9 +35,9 @@ def detach(hold: KeptHold, *, within: Duration | None = None) -> str:
 
     Raise LockLost if the hold is no longer held. Raise RuntimeError in transaction
     scope, for a shared hold, for one that was entered more than once, while a block of
-    another thread or ``hold.atomic()`` uses it, and if the backend cannot hand over. A
-    hold that is left while this fails is released. Inside a transaction, send the text
-    from ``on_commit()``.
+    another thread or task or ``hold.atomic()`` uses it, and if the backend cannot hand
+    over. A hold that is left while this fails is released. Inside a transaction, send
+    the text from ``on_commit()``.
     """
     if within is not None:
         within = seconds("within", within, above_zero=True)
@@ -116,10 +116,10 @@ def _transfer(hold: KeptHold, ttl: float, offer: object) -> tuple[float, float]:
                 f"{hold.lock.key!r} cannot be handed over while its caller has acquired"
                 f" it {hold.count} times. Release the inner holds first."
             )
-        if is_used or any(map(is_other_thread, hold.users)):
+        if is_used or any(map(is_elsewhere, hold.users)):
             raise RuntimeError(
-                f"{hold.lock.key!r} cannot be handed over, because another thread is in"
-                " a block that holds it. Detach it there."
+                f"{hold.lock.key!r} cannot be handed over, because another thread or"
+                " task is in a block that holds it. Detach it there."
             )
         if hold.pinned:
             raise RuntimeError(

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
 
-from dlocks.core.callers import current_caller, read_outside
+from dlocks.core.callers import current_caller, note_context, read_outside
 from dlocks.core.detach import detach, release_detached
 from dlocks.core.guard import guarded
 from dlocks.core.kept_hold import KeptHold
@@ -224,7 +224,10 @@ class Hold:
                 fits = state.blocks < state.entries
                 state.blocks += fits
             if fits:
-                state.add_user(current_caller())
+                caller = current_caller()
+                if hasattr(caller, "get_loop"):
+                    note_context(caller)
+                state.add_user(caller)
                 return self
         except BaseException:
             if fits:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 
 import pytest
+from asgiref.sync import sync_to_async
 from django.db import transaction
 
 from dlocks import (
     LockBackendError,
     LockLost,
+    aresume_hold,
     db_lock,
     resume_hold,
 )
@@ -70,11 +73,46 @@ def test_a_hold_is_not_detached_under_the_block_of_another_thread(
     lock = db_lock("export:7", using=using)
     for begin in (lambda: lock, lock.acquire):
         hold, finish = in_block(begin())
-        with pytest.raises(RuntimeError, match="another thread is in a block"):
+        with pytest.raises(RuntimeError, match="another thread or task is in a block"):
             hold.detach()
         hold.check()
         finish()
         assert not is_busy("export:7", using)
+
+
+@pytest.mark.parametrize("using", ["default", "memory"])
+async def test_a_hold_is_not_detached_under_the_block_of_another_task(using):
+    """The block goes on. It is one of the lock, or of the hold that was passed on.
+
+    The task of the block may detach it, also by the tasks and threads that it starts.
+    """
+    lock = db_lock("export:7", using=using)
+    found = []
+
+    async def work(block, detach, entered, end):
+        async with block as hold:
+            found.append(hold)
+            entered.set()
+            await end.wait()
+            resumed = await aresume_hold(await detach(hold))
+            await resumed.arelease()
+
+    for begin in (lambda: lock, lock.acquire):
+        for detach in (
+            lambda hold: hold.adetach(),
+            lambda hold: asyncio.wait_for(hold.adetach(), 20),
+            lambda hold: sync_to_async(hold.detach)(),
+        ):
+            entered, end = asyncio.Event(), asyncio.Event()
+            block = await sync_to_async(begin)()
+            task = asyncio.create_task(work(block, detach, entered, end))
+            await entered.wait()
+            with pytest.raises(RuntimeError, match="another thread or task is in a"):
+                await found[-1].adetach()
+            await found[-1].acheck()
+            end.set()
+            await task
+            assert not await lock.alocked()
 
 
 @EVERY
