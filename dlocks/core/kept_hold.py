@@ -140,7 +140,7 @@ class KeptHold(Release):
     def end_at_exit(self) -> Callable[[], None] | None:
         """Release the key at the end of the process, even while it is in use.
 
-        Return what is to be called when all keys are released.
+        Return a function to call when all keys are released.
         """
         is_open = bool(self.users or self.prolonged) or is_in_block(self)
         with self.lease.mutex:

@@ -407,7 +407,7 @@ def _effect_of_late_leave(new: State, entry: Entry) -> Effect:
     if new.reason is Reason.RELEASED or entry is new.offered:
         return Effect.NOTHING
     if new.reason is Reason.LOST and not new.entries:
-        # Nobody has released the row, which is perhaps still there.
+        # No caller has released the row, which is perhaps still there.
         return Effect.LOST | Effect.RELEASE
     return Effect.LOST
 

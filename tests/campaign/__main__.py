@@ -1,4 +1,4 @@
-"""Run random rounds of callers that share holds, and report what is wrong.
+"""Run random rounds of callers that share holds, and report the findings.
 
     python -m tests.campaign [--seed 1] [--rounds 100 | --minutes 5]
         [--kind threads tasks keys generators] [--backend memory|sqlite|postgresql]

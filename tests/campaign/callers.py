@@ -514,7 +514,7 @@ class Actor:
         try:
             hold = await self.do.resumed(text)
         except asyncio.CancelledError:
-            # Nobody may ever resume the text, and nothing else frees the key.
+            # No process may ever resume the text, and nothing else frees the key.
             self.round.unchecked.add(key)
             raise
         except BaseException as error:

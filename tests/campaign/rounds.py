@@ -78,7 +78,7 @@ class Round:
         return run
 
     def run(self) -> list[Finding]:
-        """Execute the plan, and return what is wrong."""
+        """Execute the plan, and return the findings."""
         self._start()
         if not self._await([done for _, done in self.threads]):
             return self._findings()
