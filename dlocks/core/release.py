@@ -352,13 +352,13 @@ class Release(HoldState):
         if self.scope == "transaction":
             return False
         opened = open_connections()
-        # Read after the last entry was left. No guard begins from then on.
+        # The last entry was left, and no guard begins from then on.
         marked = self.pinned_in or self.left_before or self.left_in
         if not (opened or marked or self.leaves_at_exit):
             # Usually there is no transaction, and this is the only cost.
             return False
-        here = self._marks_in(opened)
-        marks = standing(self.pinned_in, self.left_before, self.left_in, here)
+        marks = standing(self.pinned_in, self.left_before, self.left_in)
+        marks = standing(marks, self._marks_in(opened))
         for mark in marks:
             if self.settle not in mark.at_commit:
                 mark.at_commit.append(self.settle)
