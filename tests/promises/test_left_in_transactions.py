@@ -88,7 +88,7 @@ def is_kept(in_other_thread):
 def test_entering_again_frees_no_key_before_the_transaction_ends(
     using, kind, release_at, leave_in_transaction, is_kept, until
 ):
-    """No caller acquires a key while what was written under it is not committed.
+    """No caller acquires a key before the writes under it are committed.
 
     A thread leaves the hold in its transaction. The thread that acquired it enters it
     again and leaves it, and a lock that asks for no such delay changes nothing.

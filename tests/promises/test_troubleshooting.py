@@ -22,7 +22,7 @@ def printed(*command, **options):
 def test_a_key_that_a_transaction_holds_looks_free_until_its_commit(threads):
     """The page on troubleshooting says so, and quotes the error of another caller.
 
-    The list, ``locked()`` and ``holder()`` see only what is committed.
+    The list, ``locked()`` and ``holder()`` see only committed rows.
     """
     with db_lock("stock:7"):
         pass
