@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import inspect
 import itertools
 import sys
 import threading
@@ -227,6 +228,8 @@ def strike_in_dlocks():
                     raise StrikeError
             return trace
 
+        # Python 3.12 sends opcodes only if a frame asked for them before.
+        inspect.currentframe().f_trace_opcodes = True
         with contextlib.suppress(StrikeError):
             sys.settrace(trace)
             try:
