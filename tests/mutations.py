@@ -2,11 +2,11 @@
 
     python -m tests.mutations [NAME ...]
 
-tests/mutations.toml is a list of mistakes. Each one is a change of the package's text,
-and names the tests that must fail with it. The checkout is copied to a temporary
-directory. There the tests run without a mistake first, where they must pass, and then
-once with each mistake. The exit status is 1 if a mistake is not caught, or if its text
-does not occur exactly once any more.
+tests/mutations.toml is a list of mistakes. Each one is a change of the package's text.
+It names the promise of docs/safety.md that it breaks, and the tests that must fail with
+it. The checkout is copied to a temporary directory. There the tests run without a
+mistake first, where they must pass, and then once with each mistake. The exit status is
+1 if a mistake is not caught, or if its text does not occur exactly once any more.
 """
 
 from __future__ import annotations
@@ -39,18 +39,22 @@ _seconds = itertools.count(1)
 
 @dataclass(frozen=True)
 class Mutation:
-    """A mistake in one file of the package.
-
-    ``name`` says it in words. The names of seeded bugs are those of the nemesis.
-    """
+    """A mistake in one file of the package."""
 
     name: str
+    # What a user loses. A rewrite of the file replaces the mistake by one with this
+    # meaning.
+    loss: str
     # Relative to the package.
     file: str
     old: str
     new: str
-    engine: str
     tests: tuple[str, ...]
+    engine: str = "sqlite"
+    # The number of the broken promise in docs/safety.md, or the page in docs/ of a
+    # feature that is none of these promises.
+    promise: int = 0
+    page: str = ""
 
     def path(self, root: Path = ROOT) -> Path:
         return root / "dlocks" / self.file
@@ -70,8 +74,7 @@ def read() -> tuple[list[Mutation], dict[str, str]]:
     """Return the mutations, and the seeded bugs that are none, with the reasons."""
     data = tomllib.loads((ROOT / "tests" / "mutations.toml").read_text())
     mutations = [
-        Mutation(**{"engine": "sqlite", **each, "tests": tuple(each["tests"])})
-        for each in data["mutation"]
+        Mutation(**{**each, "tests": tuple(each["tests"])}) for each in data["mutation"]
     ]
     return mutations, data["not_a_text"]
 

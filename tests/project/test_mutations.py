@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,26 @@ def test_each_mistake_is_still_a_change_of_the_code():
     for mutation in MUTATIONS:
         # This raises an error that names the mistake and the file.
         mutation.applied()
+
+
+def test_each_promise_is_broken_by_four_mistakes():
+    """Each of the promises of docs/safety.md has tests that notice when it breaks.
+
+    A mistake that breaks none of them names the page of the feature that it breaks.
+    """
+    docs = mutations.ROOT / "docs"
+    promised = (docs / "safety.md").read_text().partition("\n## What is not")[0]
+    numbers = {
+        int(number) for number in re.findall(r"^(\d+)\. ", promised, re.MULTILINE)
+    }
+    broken = Counter(mutation.promise for mutation in MUTATIONS if not mutation.page)
+    assert set(broken) == numbers
+    assert min(broken.values()) >= 4, broken
+    for mutation in MUTATIONS:
+        assert mutation.loss.endswith("."), mutation.name
+        if mutation.page:
+            assert not mutation.promise, mutation.name
+            assert (docs / mutation.page).is_file(), mutation.name
 
 
 def test_the_tests_that_catch_a_mistake_exist():
