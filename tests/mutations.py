@@ -20,11 +20,13 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "dlocks"
 # What the tests do not need. The servers are linked, since they are large.
 LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "site", "build", "dist")
 # Seconds after which a test has failed that waits forever because of a mistake.
@@ -38,45 +40,96 @@ _seconds = itertools.count(1)
 
 
 @dataclass(frozen=True)
+class Change:
+    """A change of the text of one file, which is relative to the package."""
+
+    file: str
+    old: str
+    new: str
+
+    def made(self, text: str) -> str:
+        """Return the text of the file with the change."""
+        if text.count(self.old) != 1 or self.old == self.new:
+            raise ValueError(
+                f"The text occurs {text.count(self.old)} times in {self.file}:"
+                f" {self.old!r}. Change the mistake as the code was changed."
+            )
+        return text.replace(self.old, self.new)
+
+
+@dataclass(frozen=True)
+class Search:
+    """How the nemesis finds a mistake."""
+
+    # The checks that may report it.
+    shows: tuple[str, ...]
+    # The parameters of the shortest campaign in which it shows, and the weights of the
+    # faults in that.
+    plan: Mapping[str, Any] = field(default_factory=dict)
+    faults: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Mutation:
-    """A mistake in one file of the package."""
+    """A mistake in the package."""
 
     name: str
     # What a user loses. A rewrite of the file replaces the mistake by one with this
     # meaning.
     loss: str
-    # Relative to the package.
-    file: str
-    old: str
-    new: str
+    changes: tuple[Change, ...]
     tests: tuple[str, ...]
     engine: str = "sqlite"
     # The number of the broken promise in docs/safety.md, or the page in docs/ of a
     # feature that is none of these promises.
     promise: int = 0
     page: str = ""
+    # What the nemesis needs to find it, if it must.
+    nemesis: Search | None = None
 
-    def path(self, root: Path = ROOT) -> Path:
-        return root / "dlocks" / self.file
+    def make(self, package: Path) -> None:
+        """Make the mistake in a copy of the package."""
+        for name, text in self.texts().items():
+            write(package / name, text)
 
-    def applied(self) -> str:
-        """Return the text of the file with the mistake."""
-        text = self.path().read_text()
-        if text.count(self.old) != 1 or self.old == self.new:
-            raise ValueError(
-                f"{self.name}: the text occurs {text.count(self.old)} times in"
-                f" {self.path()}. Change the mutation as the code was changed."
-            )
-        return text.replace(self.old, self.new)
+    def undo(self, package: Path) -> None:
+        """Copy the right files to a copy of the package."""
+        for name in self.texts():
+            write(package / name, (PACKAGE / name).read_text())
+
+    def texts(self) -> dict[str, str]:
+        """Return the text of each changed file by its name."""
+        texts: dict[str, str] = {}
+        for change in self.changes:
+            text = texts.get(change.file) or (PACKAGE / change.file).read_text()
+            try:
+                texts[change.file] = change.made(text)
+            except ValueError as error:
+                raise ValueError(f"{self.name}: {error}") from error
+        return texts
 
 
-def read() -> tuple[list[Mutation], dict[str, str]]:
-    """Return the mutations, and the seeded bugs that are none, with the reasons."""
+def read() -> list[Mutation]:
+    """Return the mutations."""
     data = tomllib.loads((ROOT / "tests" / "mutations.toml").read_text())
-    mutations = [
-        Mutation(**{**each, "tests": tuple(each["tests"])}) for each in data["mutation"]
-    ]
-    return mutations, data["not_a_text"]
+    return [_mutation(**each) for each in data["mutation"]]
+
+
+def _mutation(
+    file: str,
+    old: str,
+    new: str,
+    tests: Iterable[str],
+    also: Iterable[Mapping[str, str]] = (),
+    nemesis: Mapping[str, Any] | None = None,
+    **others: Any,
+) -> Mutation:
+    return Mutation(
+        changes=(Change(file, old, new), *(Change(**one) for one in also)),
+        tests=tuple(tests),
+        nemesis=None if nemesis is None else Search(**nemesis),
+        **others,
+    )
 
 
 def copy(directory: Path) -> Path:
@@ -113,12 +166,14 @@ def first_failure(output: str) -> str:
 
 
 def main(names: list[str]) -> int:
-    known, _reasons = read()
+    known = read()
     if unknown := set(names) - {mutation.name for mutation in known}:
         print(f"Unknown: {', '.join(sorted(unknown))}", file=sys.stderr)
         return 2
     mutations = [one for one in known if not names or one.name in names]
-    texts = {mutation.name: mutation.applied() for mutation in mutations}
+    for mutation in mutations:
+        # This raises an error if the code was changed.
+        mutation.texts()
     missed = []
     with tempfile.TemporaryDirectory(prefix="dlocks-mutations-") as directory:
         root = copy(Path(directory))
@@ -132,10 +187,9 @@ def main(names: list[str]) -> int:
                 return 1
         for mutation in mutations:
             began = time.monotonic()
-            path = mutation.path(root)
-            write(path, texts[mutation.name])
+            mutation.make(root / "dlocks")
             output = run(root, mutation.engine, mutation.tests, "-x")
-            write(path, mutation.path().read_text())
+            mutation.undo(root / "dlocks")
             seconds = f"{time.monotonic() - began:.0f} s"
             if CAUGHT.search(output):
                 how = f"caught by {first_failure(output)}"

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.nemesis import database
-from tests.nemesis.bugs import BUGS, WITHOUT_A_LOCK
+from tests.nemesis.bugs import BUGS, WITHOUT_A_LOCK, package_with
 from tests.nemesis.checker import History, Report, check
 from tests.nemesis.namespace import WAYS, Namespace
 from tests.nemesis.process_pool import ProcessPool
@@ -125,6 +125,9 @@ class Campaign:
             if plan.through == "network":
                 self.namespace = stack.enter_context(Namespace())
                 others.append({"network": self.namespace.path})
+            if plan.bug:
+                package = stack.enter_context(package_with(plan.bug))
+                others = [{**options, "package": package} for options in others]
             for options in others:
                 pool = ProcessPool(self.environment, self.directory / "log", **options)
                 stack.callback(pool.close)
@@ -252,7 +255,6 @@ class Campaign:
             host=host,
             port=port,
             far=slot % 3 == 2,
-            bug=plan.bug,
             peer=plan.peer,
         )
         self.pids[slot] = self.process_pools[slot % len(self.process_pools)].start(task)

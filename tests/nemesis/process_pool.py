@@ -29,17 +29,25 @@ class ProcessPool:
         *,
         network: str = "",
         preload: Mapping[str, str] | None = None,
+        package: Path | None = None,
     ) -> None:
         """Start the process with this environment, and in a network namespace.
 
         A library is preloaded only if its variables are set when the program starts.
+        With a directory ``package``, dlocks is imported from there.
         """
         self._mutex = threading.Lock()
-        before = dict(os.environ)
+        before, path = dict(os.environ), list(sys.path)
+        if package is not None:
+            # The variable is empty, but the worker starts a new interpreter for it. A
+            # fork would have imported dlocks.
+            preload = {"LD_PRELOAD": "", **(preload or {})}
+            sys.path.insert(0, str(package))
         os.environ.update(preload or {})
         try:
             self._process = Worker(**environment, **(preload or {}))
         finally:
+            sys.path[:] = path
             os.environ.clear()
             os.environ.update(before)
         self._process.start(serve, str(log), network)

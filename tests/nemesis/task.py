@@ -49,7 +49,6 @@ class Task:
     nested: float = 0.0
     # The only oddity that the worker uses.
     oddity: str = ""
-    bug: str = ""
     # The peer whose lock is used instead of dlocks.
     peer: str = ""
 

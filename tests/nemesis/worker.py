@@ -500,10 +500,6 @@ def main(task: Task) -> None:
         default["OPTIONS"] = default.get("OPTIONS", {}) | GIVING_UP[connection.vendor]
     if task.port:
         default["PORT"] = str(task.port)
-    if task.bug:
-        from tests.nemesis.bugs import BUGS
-
-        BUGS[task.bug].apply(task)
     if "FAKETIME" in os.environ:
         time.sleep = tolerant(time.sleep)
     if task.far:
