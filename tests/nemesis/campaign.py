@@ -24,7 +24,14 @@ from tests.nemesis.proxy import Proxy
 from tests.nemesis.status_page import ASKING, HOLDING, IDLE, LEAVING, StatusPage
 from tests.nemesis.task import KEYS, Task, now
 from tests.processes import Worker, state_of
-from tests.servers import SERVERS, START_SECONDS, Galera, MariaDB, Server
+from tests.servers import (
+    SERVERS,
+    START_SECONDS,
+    Galera,
+    MariaDB,
+    PgBouncer,
+    Server,
+)
 
 STATES = {IDLE: "idle", ASKING: "asking", HOLDING: "holding", LEAVING: "leaving"}
 # Attempts to stop a process in the wanted state. After these, any state is accepted.
@@ -93,7 +100,7 @@ class Campaign:
         self.pids: dict[int, int] = {}
         self.stopped: dict[int, float] = {}
         self.proxy: Proxy | None = None
-        self.pooler: database.Pooler | None = None
+        self.pooler: PgBouncer | None = None
         self.namespace: Namespace | None = None
         self.process_pools: list[ProcessPool] = []
         # The end of the current partition.
@@ -150,8 +157,11 @@ class Campaign:
                 stack.callback(self.proxy.close)
             elif plan.through == "pgbouncer":
                 assert self.server is not None
+                # A process that waits or is stopped in a transaction keeps its session.
+                # With no more sessions than processes, all are taken at times, and then
+                # no holder can release.
                 self.pooler = stack.enter_context(
-                    database.Pooler(self.server, plan.workers + 2)
+                    PgBouncer(self.server.port, sessions=plan.workers + 2)
                 )
             watch = threading.Thread(target=self._watch_stalls, daemon=True)
             watch.start()

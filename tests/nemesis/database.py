@@ -1,25 +1,14 @@
-"""The database of a campaign: tables, audit of grants, sessions and a pooler."""
+"""The database of a campaign: tables, audit of grants, sessions and clocks."""
 
 from __future__ import annotations
 
 import glob
 import random
 import re
-import shutil
-import signal
-import subprocess
-import time
 from contextlib import suppress
-from typing import Any, Self
+from typing import Any
 
-from tests.servers import (
-    PASSWORD,
-    MariaDB,
-    PostgreSQL,
-    Server,
-    free_port,
-    release_port,
-)
+from tests.servers import GaleraNode, MariaDB, PostgreSQL, Server
 
 NAME = "nemesis"
 
@@ -199,20 +188,11 @@ def end_sessions(server: Server, chance: random.Random, *, everybody: bool) -> i
 
 
 def _execute(server: Server, statement: str) -> list[Any]:
-    if server.engine == "postgresql":
-        import psycopg
+    if isinstance(server, (PostgreSQL, GaleraNode)):
+        return list(server.execute(statement))
+    import MySQLdb
 
-        connection: Any = psycopg.connect(
-            host="127.0.0.1",
-            port=server.port,
-            user="dlocks",
-            dbname="postgres",
-            autocommit=True,
-        )
-    else:
-        import MySQLdb
-
-        connection = MySQLdb.connect(host="127.0.0.1", port=server.port, user="root")
+    connection = MySQLdb.connect(host="127.0.0.1", port=server.port, user="root")
     try:
         cursor = connection.cursor()
         cursor.execute(statement)
@@ -255,87 +235,3 @@ def step(server: Server, seconds: float) -> None:
     new.write_text(f"{seconds:+.3f}")
     new.chmod(0o644)
     new.replace(path)
-
-
-class Pooler:
-    """PgBouncer in transaction mode, with few sessions for many clients.
-
-    A process that waits or is stopped in a transaction keeps its session. With no more
-    sessions than processes, all are taken at times, and then no holder can release.
-    """
-
-    def __init__(self, server: Server, size: int) -> None:
-        self.server = server
-        self.size = size
-        self.port = free_port()
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def __enter__(self) -> Self:
-        tool = shutil.which("pgbouncer", path="/usr/sbin:/usr/bin:/usr/local/bin")
-        if tool is None:
-            raise FileNotFoundError(
-                "pgbouncer is not installed: apt-get install pgbouncer"
-            )
-        directory = self.server.directory / "pooler"
-        directory.mkdir(exist_ok=True)
-        users = self.server.write_secret("pooler/users", f'"dlocks" "{PASSWORD}"\n')
-        settings = {
-            "listen_addr": "127.0.0.1",
-            "listen_port": self.port,
-            "auth_type": "md5",
-            "auth_file": users,
-            "pool_mode": "transaction",
-            "default_pool_size": self.size,
-            "max_client_conn": 200,
-            "unix_socket_dir": "",
-            "ignore_startup_parameters": "extra_float_digits",
-        }
-        target = (
-            f"{NAME} = host=127.0.0.1 port={self.server.port} dbname={NAME} user=dlocks"
-        )
-        lines = [
-            "[databases]",
-            target,
-            "[pgbouncer]",
-            *(f"{name} = {value}" for name, value in settings.items()),
-        ]
-        config = directory / "pgbouncer.ini"
-        config.write_text("\n".join(lines) + "\n")
-        if self.server.account is not None:
-            for path in (directory, config):
-                shutil.chown(path, self.server.account)
-        self._process = self.server._spawn([tool, str(config)])
-        deadline = time.monotonic() + 10
-        while not self._answers():
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(
-                    "pgbouncer did not start:\n"
-                    + self.server.log.read_text(errors="replace")[-2000:]
-                )
-            time.sleep(0.05)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        assert self._process is not None
-        self._process.send_signal(signal.SIGTERM)
-        try:
-            self._process.wait(5)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        release_port(self.port)
-
-    def _answers(self) -> bool:
-        import psycopg
-
-        try:
-            psycopg.connect(
-                host="127.0.0.1",
-                port=self.port,
-                user="dlocks",
-                dbname=NAME,
-                connect_timeout=2,
-            ).close()
-        except psycopg.OperationalError:
-            return False
-        return True
