@@ -49,6 +49,12 @@ def test_each_promise_is_broken_by_four_mistakes():
             assert (docs / mutation.page).is_file(), mutation.name
 
 
+def test_the_documentation_gives_the_numbers():
+    text = (mutations.ROOT / "docs" / "reliability.md").read_text()
+    assert f" makes {len(MUTATIONS)} mistakes in the code" in text
+    assert f" finds {len(BUGS)} seeded bugs" in text
+
+
 def test_the_tests_that_catch_a_mistake_exist():
     """No mistake stays unnoticed because its test was renamed or deleted."""
     read = functools.cache(Path.read_text)
