@@ -122,11 +122,14 @@ def galera_plan(seed: int) -> Plan:
 
 
 def bug_plan(name: str, seed: int = 7) -> Plan:
-    """Return the plan that shows a bug. By default it has one exclusive key."""
+    """Return the plan that shows a bug. By default it has one exclusive key.
+
+    The campaign ends when the bug is found.
+    """
     bug = BUGS[name]
     plan = Plan(
         engine="postgresql",
-        seconds=25.0,
+        seconds=60.0,
         seed=seed,
         pause=0.25,
         keys=("alone",),

@@ -210,7 +210,7 @@ def faketime(hours: float) -> dict[str, str]:
         )
     return {
         "LD_PRELOAD": found[0],
-        "FAKETIME": f"{hours:+.2f}h",
+        "FAKETIME": f"{hours * 3600:+.1f}",
         "FAKETIME_DONT_FAKE_MONOTONIC": "1",
     }
 
