@@ -28,9 +28,9 @@ NEITHER = (
     "tests/admin/test_maintenance.py",
     "tests/admin/test_records.py",
     "tests/admin/test_security.py",
-    "tests/core/test_fuzz.py",
-    "tests/core/test_races.py",
-    "tests/core/test_simulation.py",
+    "tests/promises/locks/test_fuzz.py",
+    "tests/promises/locks/test_races.py",
+    "tests/units/core/test_simulation.py",
     "tests/database",
     "tests/nemesis",
     "tests/project",
@@ -40,10 +40,9 @@ NEITHER = (
 # Tests that depend on the version of Python. All others depend on that of Django, and
 # the newest Python has the newest Django.
 PYTHON = (
-    "tests/core",
     "tests/promises",
-    "tests/runtime",
     "tests/testing",
+    "tests/units",
     "tests/test_asgi.py",
     "tests/test_decorators.py",
     "tests/test_transactions.py",

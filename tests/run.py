@@ -54,8 +54,8 @@ NEWEST_TESTS = [
     "tests/database/test_table_locks.py",
     "tests/database/test_faults.py",
     "tests/test_transactions.py",
-    "tests/core/test_guard.py",
-    "tests/core/test_guard_isolation.py",
+    "tests/promises/locks/test_guard.py",
+    "tests/promises/locks/test_guard_isolation.py",
     # The longest tests show nothing that depends on the version of a server.
     "-k",
     "not (clock or crashing or restart or server_is_down or busy_queue)",

@@ -62,7 +62,7 @@ if "DLOCKS_TEST_OPTIONS" in os.environ and "default" not in json.loads(
     options |= json.loads(os.environ["DLOCKS_TEST_OPTIONS"])
     if options.get("pool") is True:
         # Some tests wait in 30 threads. Django's default of 4 connections is tested in
-        # tests/runtime/test_pools.py.
+        # tests/promises/runtime/test_pools.py.
         options["pool"] = {"min_size": 1, "max_size": 40, "timeout": 20}
         # The queries of the tests themselves survive a restart of the server.
         DATABASES["default"]["CONN_HEALTH_CHECKS"] = True

@@ -14,7 +14,7 @@ from tests.site import Site
 from tests.volume import volume
 
 pytestmark = [
-    # tests/core/test_async.py has async views on a second server.
+    # tests/promises/locks/test_async.py has async views on a second server.
     pytest.mark.engine("postgresql"),
     pytest.mark.django_db(transaction=True),
 ]

@@ -18,7 +18,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dlocks import db_lock
-from tests.core.test_fuzz import ANY, FUZZ, TEXT, refusals
 from tests.internals import (
     KEYWORDS,
     OPTIONS,
@@ -29,6 +28,7 @@ from tests.internals import (
     check_settings,
     options_of,
 )
+from tests.promises.locks.test_fuzz import ANY, FUZZ, TEXT, refusals
 
 REDIS, ZOOKEEPER = (
     "dlocks.backends.redis.RedisBackend",

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from dlocks import LockTimeout, db_lock
-from tests.runtime.test_stopped_time import freeze, lasting
+from tests.promises.runtime.test_stopped_time import freeze, lasting
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -19,9 +19,9 @@ from dlocks import (
 )
 from dlocks.testing import expire
 from tests import jobs, pages
-from tests.core.claims import is_taken
 from tests.for_each import for_each
 from tests.internals import ResourceLock, backends, handover, keeper
+from tests.promises.locks.claims import is_taken
 
 pytestmark = [
     pytest.mark.front,

@@ -18,7 +18,6 @@ from dlocks import (
 )
 from dlocks.testing import frozen_clock, override_locks
 from tests import jobs
-from tests.core.claims import is_taken
 from tests.for_each import for_each
 from tests.internals import (
     Claim,
@@ -29,6 +28,7 @@ from tests.internals import (
     clock,
     keeper,
 )
+from tests.promises.locks.claims import is_taken
 from tests.timing import NotYetError, in_time
 from tests.volume import volume
 

@@ -38,9 +38,9 @@ from dlocks import (
 )
 from dlocks.testing import abandoned
 from tests import jobs
-from tests.core.claims import is_taken
 from tests.for_each import for_each
 from tests.internals import KEY_LENGTH, LockState, ResourceLock, backends
+from tests.promises.locks.claims import is_taken
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -689,7 +689,7 @@ class ToNowhere:
 
 
 @pytest.mark.driver
-@override_settings(DATABASE_ROUTERS=["tests.core.test_locks.ToNowhere"])
+@override_settings(DATABASE_ROUTERS=["tests.promises.locks.test_locks.ToNowhere"])
 @FAMILY
 def test_statements_go_to_the_writer_with_any_router(using):
     lock = db_lock("stock:7", using=using)
