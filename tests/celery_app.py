@@ -1,4 +1,4 @@
-"""A Celery application whose broker is a directory, for promises/runtime/test_child_exits.py."""
+"""A Celery application whose broker is a directory, for runtime/test_child_exits.py."""
 
 from __future__ import annotations
 

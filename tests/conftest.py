@@ -478,6 +478,7 @@ def threads(has_failed):
         def __init__(self, function):
             super().__init__(daemon=True)
             self.results, self._function, self._error = [], function, None
+            self.done = threading.Event()
 
         def run(self):
             try:
@@ -485,6 +486,7 @@ def threads(has_failed):
             except BaseException as error:
                 self._error = error
             finally:
+                self.done.set()
                 connections.close_all()
 
         def join(self, timeout=None):

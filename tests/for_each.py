@@ -14,7 +14,7 @@ from typing import Any
 
 from asgiref.sync import sync_to_async
 
-from tests.internals import ResourceLock
+from dlocks.models import ResourceLock
 
 
 @contextmanager

@@ -7,7 +7,8 @@ from datetime import UTC, datetime, timedelta
 
 from django.db import models
 
-from tests.internals import UNLIMITED, LockClaim, ResourceLock
+from dlocks.models import LockClaim, ResourceLock
+from dlocks.values import UNLIMITED
 
 OWNER = "0123456789abcdef0123456789abcdef"
 PAST = datetime(2020, 1, 2, 3, 4, 5, tzinfo=UTC)

@@ -1,43 +1,54 @@
-"""Backends that stop in a request, so that a test decides the order of its threads.
+"""Backends whose requests a test stops, replaces or counts.
 
-A test names them in the DLOCKS setting, by the fixture ``stops``.
+They are named in the DLOCKS setting, as the backends of users are. The requests are the
+methods of ``Backend`` in docs/reference/backends.md.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import pytest
 from django.utils.module_loading import import_string
 
-# What to call once, before a request of that name.
-hooks: dict[str, Callable[[], object]] = {}
-
-
-def _call(name: str) -> None:
-    hook = hooks.pop(name, None)
-    if hook is not None:
-        hook()
+REQUESTS = [
+    "acquire",
+    "acquire_all",
+    "enqueue",
+    "exchange",
+    "holder",
+    "pin",
+    "poll",
+    "refusal",
+    "release",
+    "release_all",
+    "renew",
+    "verify",
+    "waiting",
+]
+# What to call instead of a request, by alias and name. "*" stands for every alias.
+replaced: dict[tuple[str, str], Callable[..., Any]] = {}
 
 
 class Stopping:
-    def acquire(self, *args: Any, **kwargs: Any) -> Any:
-        _call("acquire")
-        return super().acquire(*args, **kwargs)  # type: ignore[misc]
+    alias: str
 
-    def verify(self, *args: Any, **kwargs: Any) -> Any:
-        _call("verify")
-        return super().verify(*args, **kwargs)  # type: ignore[misc]
 
-    def renew(self, *args: Any, **kwargs: Any) -> Any:
-        _call("renew")
-        return super().renew(*args, **kwargs)  # type: ignore[misc]
+def _make_request(name: str) -> Callable[..., Any]:
+    def request(self: Stopping, *args: Any, **kwargs: Any) -> Any:
+        usual = partial(getattr(super(Stopping, self), name), *args, **kwargs)
+        instead = replaced.get((self.alias, name)) or replaced.get(("*", name))
+        return usual() if instead is None else instead(usual, *args)
 
-    def refusal(self, *args: Any, **kwargs: Any) -> Any:
-        _call("refusal")
-        return super().refusal(*args, **kwargs)  # type: ignore[misc]
+    return request
+
+
+for _name in REQUESTS:
+    setattr(Stopping, _name, _make_request(_name))
 
 
 class StoppingPessimistic(
@@ -68,6 +79,9 @@ class StoppingMemory(
     pass
 
 
+KINDS = ("Pessimistic", "Optimistic", "Insert", "Memory")
+
+
 class Stop:
     """A request that waits until the test lets it go on."""
 
@@ -95,32 +109,58 @@ class Stops:
     def __init__(self) -> None:
         self._all: list[Stop] = []
 
-    def at(self, name: str) -> Stop:
+    def at(self, name: str, using: str = "*") -> Stop:
         """Return a stop in the next request of that name."""
-        hooks[name] = stop = Stop()
+        stop = Stop()
         self._all.append(stop)
+        self.call(name, stop, using)
         return stop
 
-    def call(self, name: str, function: Callable[[], object]) -> None:
+    def call(self, name: str, function: Callable[[], object], using: str = "*") -> None:
         """Call a function before the next request of that name."""
-        hooks[name] = function
+
+        def once(usual: Callable[[], Any], *_: Any) -> Any:
+            if replaced.pop((using, name), None) is not None:
+                function()
+            return usual()
+
+        replaced[using, name] = once
+
+    def replace(
+        self, name: str, instead: Callable[..., Any], using: str = "*"
+    ) -> ExitStack:
+        """Call ``instead(usual, *args)`` for each request of that name.
+
+        ``usual()`` sends the request. This lasts until the ``with`` or the test ends.
+        """
+        replaced[using, name] = instead
+        end = ExitStack()
+        end.callback(replaced.pop, (using, name), None)
+        return end
 
     def end(self) -> None:
-        hooks.clear()
+        replaced.clear()
         for stop in self._all:
             stop.go_on()
 
 
 @pytest.fixture
 def stops(settings):
-    """Return ``Stops`` for the aliases whose names begin with "stopping"."""
-    settings.DLOCKS = {
-        **settings.DLOCKS,
-        **{
-            f"stopping {name.lower()}": {"BACKEND": f"{__name__}.Stopping{name}"}
-            for name in ("Pessimistic", "Optimistic", "Insert", "Memory")
-        },
+    """Return ``Stops`` for all aliases of databases and of memory.
+
+    There are also aliases of their own, whose names begin with "stopping".
+    """
+    paths = {f"{kind}Backend": f"{__name__}.Stopping{kind}" for kind in KINDS}
+    usual = {
+        alias: {**conf, "BACKEND": paths.get(kind, conf["BACKEND"])}
+        for alias, conf in settings.DLOCKS.items()
+        for kind in [conf["BACKEND"].rpartition(".")[2]]
     }
+    own = {
+        f"stopping {kind.lower()}": {"BACKEND": paths[f"{kind}Backend"]}
+        for kind in KINDS
+    }
+    settings.DLOCKS = usual | own
     stops = Stops()
     yield stops
     stops.end()

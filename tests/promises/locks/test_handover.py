@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 
 import pytest
+import time_machine
 from django.core.signing import BadSignature
 from django.db import connection, transaction
 
@@ -17,12 +19,14 @@ from dlocks import (
     lock_detached,
     resume_hold,
 )
-from dlocks.testing import expire
+from dlocks.backends.memory import MemoryBackend
+from dlocks.models import ResourceLock
+from dlocks.testing import expire, frozen_clock, override_locks
 from tests import jobs, pages
 from tests.for_each import for_each
-from tests.internals import ResourceLock, backends, handover, keeper
-from tests.promises.locks.claims import is_taken
+from tests.promises.locks.keys import clear, is_taken, row
 
+pytest_plugins = ["tests.promises.stops"]
 pytestmark = [
     pytest.mark.front,
     pytest.mark.django_db(transaction=True),
@@ -33,7 +37,7 @@ EVERY = for_each("using", ["default", "optimistic", "insert", "memory"])
 
 
 def left(key):
-    return ResourceLock.objects.by_clock().get(pk=key).seconds_left
+    return row(key).seconds_left
 
 
 # Handover to another process.
@@ -70,17 +74,12 @@ def test_only_one_process_resumes_a_hold(using, workers):
     assert isinstance(min(answers, key=str), int)
 
 
-def test_the_time_before_the_resumption_counts_for_max_hold(monkeypatch):
-    text = (
-        db_lock("export:7", using="memory", ttl=300, max_hold=600)
-        .acquire()
-        .detach(within=500)
-    )
-    with monkeypatch.context() as later:
-        later.setattr(handover.clock, "wall_now", lambda: time.time() + 400)
-        with resume_hold(text) as hold:
-            assert 190 < hold.lock.max_hold <= 200
-            assert hold.remaining <= 200
+def test_the_time_before_the_resumption_counts_for_max_hold():
+    lock = db_lock("export:7", using="memory", ttl=300, max_hold=600)
+    text = lock.acquire().detach(within=500)
+    with time_machine.travel(time.time() + 400), resume_hold(text) as hold:
+        assert 190 < hold.lock.max_hold <= 200
+        assert hold.remaining <= 200
 
 
 def test_a_detached_hold_survives_the_end_of_its_process(doomed):
@@ -146,71 +145,47 @@ def test_a_detached_hold_lasts_for_the_given_time(using):
         assert 40 < left("export:7") < 50.001
         assert 40 < resumed.remaining <= 50
     text = db_lock("export:7", using=using).acquire().detach()
-    row = ResourceLock.objects.get(pk="export:7")
-    assert backends[using].clear("export:7", row.version)
+    clear("export:7", using)
     with pytest.raises(LockLost):
         resume_hold(text)
 
 
 @pytest.mark.driver
-def test_a_detached_hold_is_not_shortened_by_a_late_renewal(monkeypatch, until):
-    """The keeper has sent the renewal before the hold is detached."""
-    backend = backends["default"]
-    hold = db_lock("export:7").acquire()
-    on_its_way, go_on = threading.Event(), threading.Event()
-    renew = backend.renew
-
-    def slow(claims):
-        if not on_its_way.is_set():
-            on_its_way.set()
-            go_on.wait(30)
-        return renew(claims)
-
-    monkeypatch.setattr(backend, "renew", slow)
-    hold._state.lease.renew_at = 0
-    keeper.check_soon()
-    assert on_its_way.wait(30)
-    texts = []
-    thread = threading.Thread(target=lambda: texts.append(hold.detach(within=300)))
-    thread.start()
-    # Wait until the thread waits for the keeper, or is done without it.
-    until(lambda: any(worker.jobs for worker in keeper._workers.values()) or texts)
-    go_on.set()
+def test_a_detached_hold_is_not_shortened_by_a_late_renewal(stops, threads, until):
+    """The renewal was sent before the hold is detached."""
+    late = stops.at("renew")
+    hold = db_lock("export:7", ttl=2.4).acquire()
+    late.wait()
+    thread = threads(lambda: hold.detach(within=300))
+    # The thread waits for the reply, or is done without it.
+    thread.done.wait(0.2)
+    late.go_on()
     thread.join(30)
-    keeper.catch_up()
     assert left("export:7") > 290
-    resume_hold(texts[0]).release()
+    resume_hold(thread.results[0]).release()
 
 
 # Refused handovers.
 
 
 @pytest.mark.parametrize("ending", [LockBackendError, KeyboardInterrupt])
-def test_a_hold_that_could_not_be_detached_ends_in_time(monkeypatch, until, ending):
+def test_a_hold_that_could_not_be_detached_ends_in_time(stops, until, ending):
     """The server has shortened the lease, although its reply was lost.
 
     After an error the hold continues and is renewed. After Ctrl-C it is released.
     """
     hold = db_lock("export:7", ttl=60).acquire()
-    backend = backends["default"]
-    renew, run = backend.renew, keeper.run
 
-    def renew_without_reply(claims):
-        renew(claims)
-        raise LockBackendError("the reply was lost")
+    def renew_without_reply(usual, claims):
+        left = usual()
+        if ending is LockBackendError:
+            raise LockBackendError("the reply was lost")
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        return left
 
-    def run_until_interrupted(*args):
-        run(*args)
-        raise KeyboardInterrupt
-
-    if ending is KeyboardInterrupt:
-        monkeypatch.setattr(keeper, "run", run_until_interrupted)
-    else:
-        monkeypatch.setattr(backend, "renew", renew_without_reply)
-    with pytest.raises(ending):
+    with stops.replace("renew", renew_without_reply), pytest.raises(ending):
         hold.detach(within=5)
     assert hold.remaining <= 5
-    monkeypatch.undo()
     if ending is KeyboardInterrupt:
         until(lambda: not is_taken("export:7"))
     else:
@@ -221,9 +196,9 @@ def test_a_hold_that_could_not_be_detached_ends_in_time(monkeypatch, until, endi
 
 
 @EVERY
-def test_a_refused_handover_changes_no_hold(using, monkeypatch):
+def test_a_refused_handover_changes_no_hold(using, stops):
     """A hold cannot be detached if it is nested, of a transaction, ended or lost."""
-    lock, backend = db_lock("export:7", using=using), backends[using]
+    lock = db_lock("export:7", using=using)
     with lock as hold:
         with lock, pytest.raises(RuntimeError, match="acquired it 2 times"):
             hold.detach()
@@ -231,13 +206,7 @@ def test_a_refused_handover_changes_no_hold(using, monkeypatch):
             with pytest.raises((TypeError, ValueError), match="within"):
                 hold.detach(within=within)
         hold.check()
-        with monkeypatch.context() as patch:
-            patch.setattr(type(backend), "supports_handover", False)
-            with pytest.raises(RuntimeError, match="Backend cannot hand 'export:7' ov"):
-                hold.detach()
-        hold.check()
-        with monkeypatch.context() as patch:
-            patch.setattr(backend, "renew", fail)
+        with stops.replace("renew", fail):
             with pytest.raises(LockBackendError, match="away"):
                 hold.detach()
         hold.check()
@@ -258,8 +227,20 @@ def test_a_refused_handover_changes_no_hold(using, monkeypatch):
         hold.check()
 
 
-def fail(claims):
+def fail(usual, claims):
     raise LockBackendError("the database is away")
+
+
+class WithoutHandover(MemoryBackend):
+    supports_handover = False
+
+
+def test_a_backend_may_not_support_a_handover(settings):
+    settings.DLOCKS = {"default": {"BACKEND": f"{__name__}.WithoutHandover"}}
+    with db_lock("export:7") as hold:
+        with pytest.raises(RuntimeError, match="Handover cannot hand 'export:7' ov"):
+            hold.detach()
+        hold.check()
 
 
 def test_a_forged_text_is_refused_before_any_query(django_assert_num_queries):
@@ -276,18 +257,19 @@ def test_a_forged_text_is_refused_before_any_query(django_assert_num_queries):
 
 def test_a_resumed_hold_keeps_the_rest_of_its_policy():
     policy = {"ttl": 50, "reentrant": False, "release_at": "exit"}
-    hold = db_lock("export:7", max_hold=1000, min_hold=500, **policy).acquire()
-    hold._state.lease.taken_until -= 200
-    hold._state.lease.last_at -= 200
     lost = []
-    with resume_hold(hold.detach(), on_lost=lost.append) as resumed:
-        lock = resumed.lock
-        assert (lock.key, lock.using, lock.scope) == ("export:7", "default", "lease")
-        assert (lock.ttl, lock.reentrant, lock.release_at) == (50, False, "exit")
-        assert 290 < lock.min_hold <= 300
-        assert 790 < lock.max_hold <= 800
-        assert lock.on_lost == lost.append
-    assert left("export:7") > 250
+    with override_locks("memory"), frozen_clock() as clock:
+        hold = db_lock("export:7", max_hold=1000, min_hold=500, **policy).acquire()
+        for _ in range(10):
+            clock.tick(20)
+        with resume_hold(hold.detach(), on_lost=lost.append) as resumed:
+            lock = resumed.lock
+            assert (lock.key, lock.scope) == ("export:7", "lease")
+            assert (lock.ttl, lock.reentrant, lock.release_at) == (50, False, "exit")
+            assert 290 < lock.min_hold <= 300
+            assert 790 < lock.max_hold <= 800
+            assert lock.on_lost == lost.append
+        assert lock.holder().remaining > 250
     equal = db_lock("stock:7", min_hold=5.0, max_hold=5.0).acquire()
     with resume_hold(equal.detach()) as resumed:
         assert resumed.held
@@ -299,17 +281,14 @@ def test_a_resumed_hold_keeps_the_rest_of_its_policy():
 
 @pytest.mark.storage
 @FAMILY
-def test_a_resumption_with_unknown_outcome_leaves_the_key_free(using, monkeypatch):
-    backend = backends[using]
+def test_a_resumption_with_unknown_outcome_leaves_the_key_free(using, stops):
     text = db_lock("export:7", using=using).acquire().detach()
-    exchange = backend.exchange
 
-    def lose_the_reply(*claims):
-        exchange(*claims)
+    def lose_the_reply(usual, *claims):
+        usual()
         raise LockBackendError("the connection broke")
 
-    monkeypatch.setattr(backend, "exchange", lose_the_reply)
-    with pytest.raises(LockBackendError):
+    with stops.replace("exchange", lose_the_reply), pytest.raises(LockBackendError):
         resume_hold(text)
     assert not is_taken("export:7", using)
 
@@ -356,7 +335,7 @@ def test_an_interrupted_handover_releases_the_hold(monkeypatch, in_other_thread)
     def interrupted(*args, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("dlocks.core.handover.signing.dumps", interrupted)
+    monkeypatch.setattr("django.core.signing.dumps", interrupted)
     with pytest.raises(KeyboardInterrupt), db_lock("stock:7") as hold:
         hold.detach(within=300)
     monkeypatch.undo()

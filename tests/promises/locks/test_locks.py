@@ -40,7 +40,7 @@ from dlocks.testing import abandoned
 from tests import jobs
 from tests.for_each import for_each
 from tests.internals import KEY_LENGTH, LockState, ResourceLock, backends
-from tests.promises.locks.claims import is_taken
+from tests.promises.locks.keys import is_taken
 
 pytestmark = pytest.mark.django_db(transaction=True)
 

@@ -28,7 +28,7 @@ from tests.internals import (
     clock,
     keeper,
 )
-from tests.promises.locks.claims import is_taken
+from tests.promises.locks.keys import is_taken
 from tests.timing import NotYetError, in_time
 from tests.volume import volume
 
