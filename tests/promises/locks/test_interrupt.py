@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import itertools
-import random
 import signal
 import threading
 import time
@@ -25,7 +23,7 @@ from dlocks.models import LockClaim, ResourceLock
 from tests.for_each import for_each
 from tests.volume import volume
 
-pytest_plugins = ["tests.promises.stops"]
+pytest_plugins = ["tests.alarms", "tests.promises.stops"]
 pytestmark = [
     pytest.mark.driver,
     pytest.mark.django_db(transaction=True),
@@ -217,44 +215,6 @@ def test_a_real_ctrl_c_while_waiting_leaves_nothing(is_free):
         if hold is not None:
             hold.release()
         assert is_free()
-
-
-class Alarm:
-    """A signal handler that raises an error at a random moment while armed."""
-
-    class TimeIsUpError(BaseException):
-        pass
-
-    def __init__(self):
-        self._armed = False
-
-    def arm(self, longest=0.000_060):
-        self._armed = True
-        signal.setitimer(signal.ITIMER_REAL, random.uniform(0.000_001, longest))
-
-    def disarm(self):
-        # The system may have sent the signal already, even to another thread. Python
-        # calls the handler later.
-        self._armed = False
-        signal.setitimer(signal.ITIMER_REAL, 0)
-
-    def __call__(self, *_):
-        if self._armed:
-            self._armed = False
-            raise self.TimeIsUpError
-
-
-@pytest.fixture
-def alarm():
-    alarm = Alarm()
-    # An error that is raised during garbage collection is ignored. Hypothesis runs
-    # Python code at that time.
-    gc.disable()
-    before = signal.signal(signal.SIGALRM, alarm)
-    yield alarm
-    alarm.disarm()
-    signal.signal(signal.SIGALRM, before)
-    gc.enable()
 
 
 @for_each(

@@ -1,0 +1,113 @@
+"""Interrupts at moments that only the names of the modules can choose."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+from asgiref.sync import AsyncToSync, async_to_sync
+from django.db import transaction
+
+from dlocks import LockTimeout, db_lock
+from dlocks.testing import held_elsewhere
+from tests.for_each import for_each
+from tests.internals import backends, coroutines, keeper
+from tests.volume import volume
+
+pytest_plugins = ["tests.alarms"]
+pytestmark = pytest.mark.django_db(transaction=True)
+
+
+@pytest.mark.front
+@for_each("keys", [("stock:7",), ("stock:7", "stock:8")])
+def test_an_interrupted_release_waits_for_the_commit(keys, monkeypatch):
+    """The next holder sees what the transaction has written."""
+    lock = db_lock(*keys, using="memory", scope="lease")
+    note_end, noted = keeper.await_end, []
+
+    def interrupted(hold):
+        note_end(hold)
+        noted.append(hold)
+        if len(noted) == len(keys):
+            raise ZeroDivisionError
+
+    with transaction.atomic():
+        with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError), lock:
+            patch.setattr(keeper, "await_end", interrupted)
+        assert db_lock("stock:7", using="memory").locked()
+        assert not lock.held()
+    with db_lock("stock:7", using="memory", timeout=0):
+        pass
+
+
+@pytest.mark.front
+@for_each("when", ["before", "after"])
+def test_an_interrupted_call_of_a_coroutine_ends(when, monkeypatch, is_busy):
+    """The signal arrives before or after a request, in the thread of the task."""
+    call, calls = coroutines._Call.__call__, []
+
+    def interrupted(self):
+        calls.append(self)
+        if len(calls) > 1:
+            return call(self)
+        assert self._turn.acquire(blocking=False)
+        if when == "after":
+            self._function()
+        raise ZeroDivisionError
+
+    async def acquire():
+        async with asyncio.timeout(20):
+            await db_lock("stock:7").aacquire()
+
+    monkeypatch.setattr(coroutines._Call, "__call__", interrupted)
+    with pytest.raises(ZeroDivisionError):
+        async_to_sync(acquire)()
+    assert not is_busy()
+
+
+@pytest.mark.front
+def test_a_waiting_thread_leaves_asgiref_s_lock_alone(monkeypatch):
+    """An interrupt could leave it locked, and other threads would wait without end."""
+
+    class Locked:
+        def __getattr__(self, name):
+            raise AssertionError(f"{name} was read")
+
+    monkeypatch.setattr(AsyncToSync, "executors", Locked())
+    with held_elsewhere("stock:7"), pytest.raises(LockTimeout):
+        db_lock("stock:7", timeout=0.2).acquire()
+
+
+@pytest.mark.engine("sqlite")
+@for_each(
+    "case",
+    [
+        ("busy_timeout", 60_000, "_with_short_timeout"),
+        ("synchronous", 2, "_without_flush"),
+    ],
+)
+def test_a_signal_at_any_moment_keeps_the_connection_settings(alarm, case):
+    """A lock shortens ``busy_timeout`` and relaxes ``synchronous`` for itself.
+
+    Statements of the project keep their own settings.
+    """
+    setting, usual, meanwhile = case
+    backend = backends["default"]
+    raw = backend._session()
+    ((before,),) = raw.execute(f"PRAGMA {setting}").fetchall()
+    raw.execute(f"PRAGMA {setting} = {usual}")
+    interrupts, end = 0, time.monotonic() + 4
+    while interrupts < volume(1_500) and time.monotonic() < end:
+        try:
+            alarm.arm()
+            with getattr(backend, meanwhile)():
+                pass
+            alarm.disarm()
+        except alarm.TimeIsUpError:
+            interrupts += 1
+        assert raw.execute(f"PRAGMA {setting}").fetchall() == [(usual,)], (
+            f"after {interrupts} interrupts"
+        )
+    raw.execute(f"PRAGMA {setting} = {before}")
+    assert interrupts > 500
