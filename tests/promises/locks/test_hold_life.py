@@ -4,21 +4,27 @@ import asyncio
 import gc
 import logging
 import os
+import random
 import re
 import secrets
+import signal
 import subprocess
 import sys
 import threading
 import time
 import weakref
+from contextlib import suppress
 
 import pytest
 from asgiref.sync import async_to_sync, sync_to_async
 from django.db import connections, transaction
 
-from dlocks import LockBackendError, LockLost, db_lock
-from tests.internals import backends, callers, keeper, table_watchdog
+from dlocks import LockError, LockLost, db_lock
+from tests.promises.locks.keys import clear
+from tests.promises.yields import yielding
+from tests.volume import volume
 
+pytest_plugins = ["tests.promises.stops"]
 pytestmark = [
     pytest.mark.front,
     pytest.mark.django_db(transaction=True),
@@ -109,98 +115,73 @@ def test_release_ends_the_innermost_hold_first(in_other_thread, is_busy):
     hold.release()
 
 
-def test_a_hold_that_ends_just_then_is_not_entered_again(monkeypatch, threads, is_busy):
+def test_a_hold_that_ends_just_then_is_not_entered_again(threads, is_busy):
     """Another thread releases the hold while its own thread enters it again."""
-    lock = db_lock("stock:7", timeout=20)
-    hold = lock.acquire()
-    state, leaving, entered = hold._state, threading.Event(), threading.Event()
-    leave, enter = state._leave_in_transactions, state.enter
+    lock = db_lock("stock:7", using="memory", timeout=20)
+    for seed in range(volume(60)):
+        hold, begin = lock.acquire(), threading.Barrier(2)
 
-    def leave_late():
-        leaving.set()
-        entered.wait(20)
-        return leave()
+        def leave(hold=hold, begin=begin, seed=seed):
+            begin.wait(20)
+            with yielding(seed):
+                hold.release()
 
-    def note_entry(*args):
-        try:
-            return enter(*args)
-        finally:
-            entered.set()
-
-    monkeypatch.setattr(state, "_leave_in_transactions", leave_late)
-    monkeypatch.setattr(state, "enter", note_entry)
-    other = threads(hold.release)
-    assert leaving.wait(20)
-    with lock as again:
-        other.join(30)
-        again.check()
-        assert is_busy()
-    assert not is_busy()
+        other = threads(leave)
+        begin.wait(20)
+        with yielding(seed + 1000):
+            again = lock.acquire()
+        with again:
+            other.join(30)
+            again.check()
+            assert is_busy(using="memory")
+        assert not is_busy(using="memory")
 
 
-def test_a_failed_entry_leaves_no_hold_that_others_released(
-    monkeypatch, threads, is_busy
-):
-    """Another thread releases the hold while its own thread enters it again."""
-    hold = db_lock("stock:7").acquire()
-    verify, calls = backends["default"].verify, []
-
-    def fail_once(claims, count=None):
-        calls.append(count)
-        if len(calls) > 1:
-            return verify(claims, count)
-        threads(hold.release).join(30)
-        raise LockBackendError("The server does not respond.")
-
-    monkeypatch.setattr(backends["default"], "verify", fail_once)
-    with pytest.raises(LockBackendError):
-        db_lock("stock:7").acquire()
-    assert not is_busy()
-    assert not hold.held
-
-
-def test_threads_that_leave_a_hold_together_lose_nothing(monkeypatch, threads, is_busy):
+def test_threads_that_leave_a_hold_together_lose_nothing(stops, threads, is_busy):
     """Two threads release once each. The one that began later ends first."""
     lock = db_lock("stock:7")
     hold = lock.acquire()
     lock.acquire()
-    verify = backends["default"].verify
-
-    def verify_late(claims, count=None):
-        threads(hold.release).join(30)
-        return verify(claims, count)
-
-    monkeypatch.setattr(backends["default"], "verify", verify_late)
+    stops.call("verify", lambda: threads(hold.release).join(30))
     hold.release()
     assert not is_busy()
 
 
-def test_a_signal_handler_can_release_a_hold_at_any_moment(threads, is_busy):
-    """The handler runs while its thread acquires, renews or releases the hold."""
+def test_a_signal_handler_can_release_a_hold_at_any_moment(is_busy):
+    """The handler runs while its thread checks or renews the hold."""
+    lock = db_lock("stock:7", using="memory")
 
-    def interrupted():
-        hold = db_lock("stock:7").acquire()
-        with table_watchdog._starting, hold._state.lease.mutex:
+    def release(*_):
+        # It is refused in the middle of a request. The timer strikes again.
+        with suppress(RuntimeError, LockError):
             hold.release()
-        return hold.held
 
-    thread = threads(interrupted)
-    thread.join(30)
-    assert thread.results == [False]
-    assert not is_busy()
+    before = signal.signal(signal.SIGALRM, release)
+    try:
+        for _ in range(volume(100)):
+            hold = lock.acquire()
+            signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-6, 2e-4), 1e-4)
+            with suppress(LockLost):
+                while hold.held:
+                    hold.check()
+                    hold.renew()
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            assert not is_busy(using="memory")
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_release_of_a_lost_hold_raises():
     lock = db_lock("stock:7", **BRISK)
-    token = lock.acquire().token
-    assert backends["default"].clear("stock:7", token)
+    lock.acquire()
+    clear("stock:7")
     with pytest.raises(LockLost):
         lock.release()
 
 
 @pytest.mark.engine("postgresql")
 def test_a_hold_in_a_transaction_ends_with_it(is_busy):
-    """Nothing of it remains in a thread that lives on."""
     lock = db_lock("stock:7")
     with transaction.atomic():
         lock.acquire()
@@ -216,7 +197,6 @@ def test_a_hold_in_a_transaction_ends_with_it(is_busy):
     gc.collect()
     with lock:
         pass
-    assert not callers._leases
 
 
 @pytest.mark.engine("postgresql")
@@ -251,8 +231,6 @@ def test_a_hold_ends_with_its_thread(caplog, until, is_busy):
     with caplog.at_level(logging.WARNING, "dlocks"):
         until(lambda: re.search(f"{lost} its thread has ended", caplog.text))
     assert not is_busy()
-    assert not keeper.holds
-    assert not callers._leases
 
 
 def test_a_hold_ends_with_its_event_loop(until, is_busy):
@@ -262,33 +240,6 @@ def test_a_hold_ends_with_its_event_loop(until, is_busy):
 
     asyncio.run(acquire())
     until(lambda: not is_busy())
-    assert not callers._leases
-
-
-def test_callers_that_ended_are_not_remembered(monkeypatch):
-    """Threads that let a transaction end their holds, and tasks, leave nothing."""
-    monkeypatch.setattr(callers, "CALLS_PER_CLEANUP", 5)
-
-    def acquire():
-        with transaction.atomic():
-            db_lock("stock:7").acquire()
-        connections.close_all()
-
-    for _ in range(10):
-        thread = threading.Thread(target=acquire)
-        thread.start()
-        thread.join()
-        # A hold and the marker of its transaction refer to each other.
-        gc.collect()
-
-    async def acquire_in_task():
-        lock = db_lock("stock:7")
-        await lock.aacquire()
-        await lock.arelease()
-        await sync_to_async(connections.close_all)()
-
-    asyncio.run(acquire_in_task())
-    assert len(callers._acquired) <= 5
 
 
 def test_a_long_hold_is_reported_once(caplog, frozen_lock_clock):
@@ -299,7 +250,6 @@ def test_a_long_hold_is_reported_once(caplog, frozen_lock_clock):
     with caplog.at_level(logging.WARNING, "dlocks"):
         for _ in range(35):
             frozen_lock_clock.tick(9.9)
-            keeper.catch_up()
     lock.release()
     (record,) = caplog.records
     assert "'a long hold' has been held for" in record.getMessage()
