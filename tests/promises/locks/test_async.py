@@ -16,22 +16,13 @@ from asgiref.sync import (
     async_to_sync,
     sync_to_async,
 )
-from django.conf import settings
 from django.core.exceptions import SynchronousOnlyOperation
 from django.db import connection, connections, transaction
 from django.test import AsyncClient
 
 from dlocks import LockTimeout, aresume_hold, db_lock, db_semaphore
+from dlocks.models import LockClaim, ResourceLock
 from tests.for_each import for_each
-from tests.internals import (
-    LockClaim,
-    ResourceLock,
-    backends,
-    clock,
-    holds_by_caller,
-    keeper,
-    waiters_of,
-)
 from tests.models import Counter
 from tests.timing import eventually
 from tests.volume import volume
@@ -43,13 +34,6 @@ pytestmark = [
 
 FAMILY = ["default", "optimistic", "insert"]
 TWO_SERVERS = pytest.mark.engine("postgresql", "mariadb")
-
-
-@pytest.fixture(autouse=True)
-def made():
-    # Create the backends before the test, so that the tested code does not.
-    for alias in settings.DLOCKS:
-        backends[alias]
 
 
 @pytest.mark.front
@@ -168,14 +152,7 @@ async def cancel_everywhere(case, nothing_left, when):
 
 def left_behind(keys, using):
     """Return what a cancelled task left behind, without waiting."""
-    found = [f"kept {state.hold}" for state in keeper.holds]
-    found += [
-        f"entered {state.hold}" for state in holds_by_caller.values() if state.enterable
-    ]
-    found += [
-        f"in the waiting room: {owner}"
-        for owner in waiters_of(backends[using])._waiters
-    ]
+    found = []
     if using in FAMILY:
         found += [
             f"in line: {claim.key_resource_id}" for claim in LockClaim.objects.all()
@@ -195,7 +172,7 @@ def left_behind(keys, using):
 
 @pytest.fixture
 def nothing_left():
-    """Return a factory of checks that no hold, keeper entry or claim is left."""
+    """Return a factory of checks that no hold and no claim is left."""
     # The check uses a thread of its own, because the cancelled call may have used
     # Django's. All checks of a test share its connection.
     with ThreadPoolExecutor(1) as executor:
@@ -279,13 +256,8 @@ async def test_a_task_cancelled_during_a_timeout_leaves_nothing(
         with contextlib.suppress(LockTimeout):
             await lock.aacquire()
 
-    def unchanged():
-        assert left_behind((), using) == [f"kept {holder}", f"entered {holder}"]
-
-    async def check(place):
-        await sync_to_async(unchanged)()
-
-    assert await cancel_everywhere(case, check, when) >= 3
+    assert await cancel_everywhere(case, nothing_left(using), when) >= 3
+    assert holder.held
     await holder.arelease()
     await nothing_left(using, "stock:7")("the end")
 
@@ -455,22 +427,15 @@ async def test_sync_code_waiting_in_djangos_thread_blocks_no_task(case):
 
 
 @pytest.fixture(params=["busy", "waiting"])
-def while_busy(request, threads, in_other_thread, monkeypatch):
+def while_busy(request, threads, in_other_thread):
     """Return a coroutine function that awaits another one beside a busy thread.
 
-    A sibling task occupies Django's thread until the call has looked for a thread three
-    times, or has ended. It may wait for a lock there. Meanwhile another thread waits
-    for that lock.
+    A sibling task occupies Django's thread for 0.3 s, or until the call has ended. It
+    may wait for a lock there. Meanwhile another thread waits for that lock.
     """
-    wait, looks, go_on = clock.wait_for_any, [], threading.Event()
+    go_on = threading.Event()
     lock = db_lock("another", using="memory", timeout=60)
     hold = in_other_thread(lock.acquire)
-
-    async def look(futures, seconds):
-        looks.append(seconds)
-        if len(looks) > 3:
-            go_on.set()
-        await wait(futures, seconds)
 
     async def call(step):
         begun = threading.Event()
@@ -485,7 +450,7 @@ def while_busy(request, threads, in_other_thread, monkeypatch):
             if request.param == "waiting" and hold.queue_length() == 2:
                 break
             await asyncio.sleep(0.01)
-        looks.clear()
+        asyncio.get_running_loop().call_later(0.3, go_on.set)
         try:
             return await step()
         finally:
@@ -497,9 +462,7 @@ def while_busy(request, threads, in_other_thread, monkeypatch):
         threads(lambda: (go_on.wait(60), hold.release())),
     ]
     eventually(hold.queue_length)
-    with monkeypatch.context() as patch:
-        patch.setattr(clock, "wait_for_any", look)
-        yield call
+    yield call
     go_on.set()
     for thread in others:
         thread.join(30)
@@ -533,25 +496,6 @@ def test_async_code_acquires_in_the_transaction_of_its_caller(while_busy):
 
     with transaction.atomic():
         assert async_to_sync(work)() == "transaction"
-
-
-@pytest.mark.front
-async def test_a_call_checks_a_busy_thread_less_and_less_often(monkeypatch):
-    """A thousand tasks that wait for their turn need little processor time."""
-    wait, pauses, go_on = clock.wait_for_any, [], threading.Event()
-
-    async def look(futures, seconds):
-        pauses.append(seconds)
-        if len(pauses) == 4:
-            go_on.set()
-        await wait(futures, seconds)
-
-    monkeypatch.setattr(clock, "wait_for_any", look)
-    sibling = asyncio.create_task(sync_to_async(go_on.wait)(30))
-    await asyncio.sleep(0)
-    async with db_lock("stock:7", using="memory"):
-        assert pauses[:4] == sorted(set(pauses[:4]))
-    await sibling
 
 
 @pytest.mark.front
