@@ -1,22 +1,24 @@
 """hold.atomic(): work commits under the lock, or not at all."""
 
-import threading
+import io
 import time
-from contextlib import contextmanager, nullcontext
-from datetime import timedelta
+from contextlib import nullcontext
 
 import pytest
+from django.core.management import CommandError, call_command
 from django.db import IntegrityError, connection, transaction
-from django.utils import timezone
 
 from dlocks import LockBackendError, LockLost, LockTimeout, db_lock, db_rwlock
-from dlocks.testing import expire, lose
-from tests import jobs, rows
+from dlocks.models import LockClaim
+from dlocks.testing import expire, held_elsewhere, lose
+from tests import jobs
 from tests.for_each import for_each
-from tests.internals import LockClaim, ResourceLock, backends, own_row
 from tests.models import Counter
+from tests.promises.locks.keys import clear
+from tests.promises.locks.keys import row as row_of
 from tests.timing import in_time
 
+pytest_plugins = ["tests.promises.stops"]
 pytestmark = [
     pytest.mark.driver,
     pytest.mark.django_db(transaction=True),
@@ -163,21 +165,20 @@ def test_a_lost_hold_cannot_guard_a_transaction(row, using, until):
     """Its key may be held by another caller, or be free."""
     row(7)
     hold = db_lock("stock", using=using, renew=False).acquire()
-    ResourceLock.objects.filter(pk="stock").update(
-        owner="another", version=hold.token + 1
-    )
+    expire(hold)
     lost = []
     reported = db_lock(
         "price", using=using, ttl=0.4, renew=False, on_lost=lost.append
     ).acquire()
     until(lambda: lost)
-    for over in (hold, reported):
-        with pytest.raises(LockLost), over.atomic():
-            Counter.objects.update(value=2)
-        assert row() == 7
-        assert not over.held
-        with pytest.raises(LockLost):
-            over.release()
+    with held_elsewhere("stock", using=using):
+        for over in (hold, reported):
+            with pytest.raises(LockLost), over.atomic():
+                Counter.objects.update(value=2)
+            assert row() == 7
+            assert not over.held
+            with pytest.raises(LockLost):
+                over.release()
 
 
 @FAMILY
@@ -212,7 +213,7 @@ def test_a_guard_that_is_rolled_back_extends_no_lease(row, using):
                 with hold.atomic():
                     time.sleep(0.3)
                 raise ZeroDivisionError
-        on_the_row = ResourceLock.objects.by_clock().get(pk="stock").seconds_left
+        on_the_row = row_of("stock").seconds_left
         # SQLite's clock has a resolution of one millisecond.
         assert hold.remaining <= on_the_row + 0.001
 
@@ -228,27 +229,19 @@ def test_a_guard_extends_no_lease_beyond_max_hold(row):
 
 @pytest.mark.front
 @FAMILY
-def test_a_hold_whose_row_could_not_be_locked_is_still_renewed(using, monkeypatch):
-    """The error is reported, even if the guard has ended meanwhile."""
-    hold = db_lock("stock", using=using).acquire()
+def test_a_hold_whose_row_could_not_be_locked_is_still_renewed(using, stops, until):
+    """The error is reported."""
+    hold = db_lock("stock", using=using, ttl=1.5).acquire()
 
-    def fail(claim, database):
+    def fail(usual, claim, database):
         raise LockBackendError("The connection was lost.")
 
-    def end_and_fail(claim, database):
-        hold._state.pinned_in.clear()
-        fail(claim, database)
-
-    for block, pin in (
-        (transaction.atomic, fail),
-        (transaction.atomic, end_and_fail),
-        (nullcontext, end_and_fail),
-    ):
-        with monkeypatch.context() as patched, block():
-            patched.setattr(backends[using], "pin", pin)
+    for block in (transaction.atomic, nullcontext):
+        with stops.replace("pin", fail), block():
             with pytest.raises(LockBackendError, match="was lost"), hold.atomic():
                 pass
-            assert not hold._state.pinned
+    left = hold.remaining
+    until(lambda: hold.remaining > left)
     hold.release()
 
 
@@ -267,7 +260,6 @@ def test_a_slow_callback_of_a_guarded_block_causes_no_loss(row, using):
             with hold.atomic():
                 Counter.objects.update(value=2)
         hold.check()
-        assert not hold._state.pinned_in
         with transaction.atomic(), hold.atomic():
             transaction.on_commit(lambda: time.sleep(0.3))
             time.sleep(1.8)
@@ -299,14 +291,15 @@ def test_a_guarded_shared_hold_delays_no_operation_on_its_key(workers, until):
     holder.start(jobs.share_under_guard, "stock", ttl=1.5)
     token = holder.hear()
     began = time.monotonic()
-    backend = backends["default"]
     with pytest.raises(LockTimeout):
         db_lock("stock", timeout=1.0).acquire()
     claims = LockClaim.objects.by_clock()
-    until(lambda: claims.get(version=token).seconds_left < -backend.grace)
-    assert backend.tidy("stock") == (0, 0)
-    assert backend.end_share("stock", token) is False
-    assert sum(backend.reap()) == 0
+    until(lambda: claims.get(version=token).seconds_left < -0.5)
+    clear_share = "clear_lock", "stock", "--share", str(token), "--yes"
+    with pytest.raises(CommandError):
+        call_command(*clear_share, "--reason", "tests", stdout=io.StringIO())
+    call_command("reap_locks", stdout=io.StringIO())
+    assert claims.filter(version=token).exists()
     # The guarded claim now looks like that of a waiter that died long ago.
     with pytest.raises(LockTimeout):
         db_lock("stock", timeout=0.2).acquire()
@@ -315,106 +308,6 @@ def test_a_guarded_shared_hold_delays_no_operation_on_its_key(workers, until):
     assert holder.hear() == "ended"
     in_time(took, 15)
     db_lock("stock", timeout=5).acquire().release()
-
-
-@EVERY_SERVER
-@for_each("level", ["READ COMMITTED", "REPEATABLE READ"])
-def test_a_guarded_shared_hold_blocks_no_work_on_other_claims(level, workers):
-    """A transaction of another process guards a shared hold of "stock".
-
-    A stale key is taken over, waiting readers of a key are admitted, the claims of a
-    key are cleaned up, and an administrator ends other claims on "stock" itself.
-    """
-    (holder,) = workers(1)
-    backend = backends["default"]
-
-    @contextmanager
-    def guarded():
-        holder.start(jobs.share_under_guard, "stock", level=level)
-        yield holder.hear()
-        holder.tell()
-        assert holder.hear() == "ended"
-        LockClaim.objects.all().delete()
-        ResourceLock.objects.using("default").delete()
-
-    with jobs.isolated(level):
-        if connection.vendor == "mysql":
-            with connection.cursor() as cursor:
-                # No statement may wait at all. The default of 50 seconds is longer than
-                # a test may take.
-                cursor.execute("SET innodb_lock_wait_timeout = 5")
-
-        rows.free("price")
-        for number in range(3):
-            rows.stale_share("price", 1001 + number)
-        with guarded():
-            began = time.monotonic()
-            db_lock("price", timeout=4).acquire().release()
-            in_time(time.monotonic() - began, 4.0)
-
-        rows.free("price")
-        waiting = [rows.waits("price", shared=True).pk for _ in range(3)]
-        with guarded():
-            # The owners are random. This one sorts directly before the owner of the
-            # guarded hold.
-            owner = rows.OWNER[:16] + "f" * 16
-            waiting.append(rows.waits("price", shared=True, owner=owner).pk)
-            backend.move_on("price")
-            admitted = LockClaim.objects.filter(pk__in=waiting, version__gt=1000)
-            tokens = list(admitted.order_by("pk").values_list("version", flat=True))
-            assert len(tokens) == 4
-            assert tokens == sorted(set(tokens)), "in the order of the queue"
-            now = rows.now("price")
-            assert (now.shares, now.waiters, now.version) == (4, 0, tokens[-1])
-
-        rows.held("price")
-        for _ in range(3):
-            rows.waits("price", counted=False)
-            rows.dead("price")
-        ResourceLock.objects.filter(pk="price").update(waiters=0)
-        with guarded():
-            assert backend.tidy("price") == (0, 3)
-            assert rows.now("price").waiters == 3
-            counted = LockClaim.objects.filter(key_resource="price", counted=True)
-            assert counted.count() == 3
-
-        rows.free("stock")
-        tokens = [rows.shares("stock", 1001 + number).version for number in range(3)]
-        # These have no recent heartbeat, but are too recent to be deleted
-        # automatically.
-        recent = timezone.now() - timedelta(seconds=1)
-        places = [rows.claim("stock", recent).pk for _ in range(3)]
-        with guarded() as token:
-            assert [backend.end_share("stock", one) for one in tokens] == [True] * 3
-            assert [backend.take_out("stock", place) for place in places] == [True] * 3
-            assert not backend.end_share("stock", token)
-
-
-@SERVERS
-def test_two_guards_of_one_shared_hold_wait_with_a_limit(row, monkeypatch, threads):
-    """An exclusive lock behaves in the same way."""
-    monkeypatch.setattr(own_row, "RELEASE_RETRY_LIMIT", 0.5)
-    hold = db_rwlock("stock").read().acquire()
-    inside, leave = threading.Event(), threading.Event()
-
-    def guard():
-        with hold.atomic():
-            inside.set()
-            leave.wait(20)
-
-    thread = threads(guard)
-    assert inside.wait(20)
-    with pytest.raises(LockBackendError, match="'stock' .* is locked by another trans"):
-        hold.atomic().__enter__()
-    monkeypatch.setattr(own_row, "RELEASE_RETRY_LIMIT", 20)
-    timer = threading.Timer(0.5, leave.set)
-    timer.start()
-    with hold.atomic():
-        Counter.objects.update(value=8)
-    assert row() == 8
-    timer.join()
-    thread.join(30)
-    hold.release()
 
 
 @pytest.mark.front
@@ -570,7 +463,7 @@ def test_several_keys_guard_together(row):
         with hold.atomic(durable=True):
             Counter.objects.update(value=3)
         hold.check()
-        ResourceLock.objects.filter(pk="stock").update(owner="another")
+        clear("stock")
         with pytest.raises(LockLost), hold.atomic():
             Counter.objects.update(value=4)
         with pytest.raises(LockLost):
@@ -597,7 +490,7 @@ def test_an_error_of_a_guard_propagates_without_a_connection(row):
     with db_lock("stock") as hold:
         with pytest.raises(ZeroDivisionError), hold.atomic():
             connection.close()
-            # The keeper detects that the transaction has ended.
+            # The end of the transaction is noticed in the background.
             time.sleep(0.3)
             1 / 0  # noqa: B018
         assert hold.held

@@ -12,13 +12,14 @@ from django.db import DatabaseError, connection, transaction
 from django.test import TestCase
 
 from dlocks import LockBackendError, LockTimeout, db_lock, db_rwlock, db_semaphore
-from tests import jobs, rows
+from dlocks.models import LockClaim
+from tests import jobs
 from tests.for_each import for_each
-from tests.internals import LockClaim, backends
 from tests.models import Counter
 from tests.timing import in_time
 from tests.volume import volume
 
+pytest_plugins = ["tests.promises.stops"]
 pytestmark = [
     pytest.mark.django_db(transaction=True),
     pytest.mark.engine("postgresql", "mariadb", "mysql"),
@@ -52,12 +53,6 @@ def refuses_changes():
 @pytest.fixture
 def stock():
     return Counter.objects.create(name="stock", value=7)
-
-
-@pytest.fixture
-def renew_in_other_thread(in_other_thread):
-    """Return a function that renews a hold on another connection."""
-    return lambda hold: in_other_thread(backends["default"].renew, [hold.claim])
 
 
 # MariaDB behaves as older versions do in the last case, in which it refuses no changes.
@@ -99,7 +94,7 @@ def test_a_guard_that_waits_for_its_row_delays_no_other_key(
     """
     locker, other = workers(2)
     for key in ("stoca", "stocz"):
-        rows.free(key)
+        db_lock(key).acquire().release()
     acquired, locked, inside, leave = (threading.Event() for _ in range(4))
     tokens = []
 
@@ -138,35 +133,32 @@ def test_a_guard_that_waits_for_its_row_delays_no_other_key(
 
 @for_each("kind", ["lease", "two leases"])
 def test_an_outermost_guard_restarts_after_a_conflict(
-    kind, stock, renew_in_other_thread, monkeypatch
+    kind, stock, in_other_thread, stops
 ):
     """A row that changes after the snapshot costs another BEGIN.
 
     The block runs once.
     """
-    pin, pinned, ran = backends["default"].pin, [], []
+    pinned, ran = [], []
 
-    def change_first(claim, database):
+    def change_first(usual, claim, database):
         pinned.append(claim)
         if len(pinned) == 1:
             Counter.objects.get()
-            renew_in_other_thread(hold.holds[0] if kind == "two leases" else hold)
-        return pin(claim, database)
+            in_other_thread(hold.renew)
+        return usual()
 
     with repeatable_read(refuse_changes=True), LOCKS[kind]("stock") as hold:
-        with monkeypatch.context() as patched:
-            patched.setattr(backends["default"], "pin", change_first)
-            with hold.atomic():
-                ran.append(Counter.objects.update(value=8))
+        with stops.replace("pin", change_first), hold.atomic():
+            ran.append(Counter.objects.update(value=8))
         assert ran == [1]
         times = 2 * len(getattr(hold, "holds", [hold]))
         assert len(pinned) == times + refuses_changes()
         hold.check()
-        assert not hold._state.pinned
     assert Counter.objects.get().value == 8
 
 
-def test_an_inner_guard_asks_to_retry_the_transaction(stock, renew_in_other_thread):
+def test_an_inner_guard_asks_to_retry_the_transaction(stock, in_other_thread):
     """A guard in a transaction with a snapshot raises an error on a conflict.
 
     The guard cannot restart the transaction. The error says so, and nothing is
@@ -178,7 +170,7 @@ def test_an_inner_guard_asks_to_retry_the_transaction(stock, renew_in_other_thre
             with transaction.atomic():
                 assert Counter.objects.get().value == 7
                 Counter.objects.update(value=8)
-                renew_in_other_thread(hold)
+                in_other_thread(hold.renew)
                 with hold.atomic():
                     Counter.objects.update(value=9)
 
@@ -197,15 +189,15 @@ def test_an_inner_guard_asks_to_retry_the_transaction(stock, renew_in_other_thre
     assert Counter.objects.get().value == 10
 
 
-def test_no_write_after_a_conflict_is_committed_alone(stock, renew_in_other_thread):
+def test_no_write_after_a_conflict_is_committed_alone(stock, in_other_thread):
     """After an ignored conflict the transaction commits completely or not at all."""
     with repeatable_read(refuse_changes=True), db_lock("stock") as hold:
         with transaction.atomic():
             assert Counter.objects.get().value == 7
             Counter.objects.update(value=11)
-            renew_in_other_thread(hold)
+            in_other_thread(hold.renew)
             with suppress(LockBackendError):
-                backends["default"].verify([hold.claim], 2)
+                db_lock("stock").acquire().release()
             with suppress(DatabaseError):
                 Counter.objects.create(name="price", value=22)
     whole = not refuses_changes()

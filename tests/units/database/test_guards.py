@@ -1,0 +1,120 @@
+"""The rows that a guarded transaction locks."""
+
+import threading
+import time
+from contextlib import contextmanager
+from datetime import timedelta
+
+import pytest
+from django.db import connection
+from django.utils import timezone
+
+from dlocks import LockBackendError, db_lock, db_rwlock
+from dlocks.models import LockClaim, ResourceLock
+from tests import jobs, rows
+from tests.for_each import for_each
+from tests.internals import backends, own_row
+from tests.timing import in_time
+
+pytestmark = [pytest.mark.driver, pytest.mark.django_db(transaction=True)]
+SERVERS = pytest.mark.engine("postgresql", "mariadb")
+EVERY_SERVER = pytest.mark.engine("postgresql", "mariadb", "mysql")
+
+
+@EVERY_SERVER
+@for_each("level", ["READ COMMITTED", "REPEATABLE READ"])
+def test_a_guarded_shared_hold_blocks_no_work_on_other_claims(level, workers):
+    """A transaction of another process guards a shared hold of "stock".
+
+    A stale key is taken over, waiting readers of a key are admitted, the claims of a
+    key are cleaned up, and an administrator ends other claims on "stock" itself.
+    """
+    (holder,) = workers(1)
+    backend = backends["default"]
+
+    @contextmanager
+    def guarded():
+        holder.start(jobs.share_under_guard, "stock", level=level)
+        yield holder.hear()
+        holder.tell()
+        assert holder.hear() == "ended"
+        LockClaim.objects.all().delete()
+        ResourceLock.objects.using("default").delete()
+
+    with jobs.isolated(level):
+        if connection.vendor == "mysql":
+            with connection.cursor() as cursor:
+                # No statement may wait at all. The default of 50 seconds is longer than
+                # a test may take.
+                cursor.execute("SET innodb_lock_wait_timeout = 5")
+
+        rows.free("price")
+        for number in range(3):
+            rows.stale_share("price", 1001 + number)
+        with guarded():
+            began = time.monotonic()
+            db_lock("price", timeout=4).acquire().release()
+            in_time(time.monotonic() - began, 4.0)
+
+        rows.free("price")
+        waiting = [rows.waits("price", shared=True).pk for _ in range(3)]
+        with guarded():
+            # The owners are random. This one sorts directly before the owner of the
+            # guarded hold.
+            owner = rows.OWNER[:16] + "f" * 16
+            waiting.append(rows.waits("price", shared=True, owner=owner).pk)
+            backend.move_on("price")
+            admitted = LockClaim.objects.filter(pk__in=waiting, version__gt=1000)
+            tokens = list(admitted.order_by("pk").values_list("version", flat=True))
+            assert len(tokens) == 4
+            assert tokens == sorted(set(tokens)), "in the order of the queue"
+            now = rows.now("price")
+            assert (now.shares, now.waiters, now.version) == (4, 0, tokens[-1])
+
+        rows.held("price")
+        for _ in range(3):
+            rows.waits("price", counted=False)
+            rows.dead("price")
+        ResourceLock.objects.filter(pk="price").update(waiters=0)
+        with guarded():
+            assert backend.tidy("price") == (0, 3)
+            assert rows.now("price").waiters == 3
+            counted = LockClaim.objects.filter(key_resource="price", counted=True)
+            assert counted.count() == 3
+
+        rows.free("stock")
+        tokens = [rows.shares("stock", 1001 + number).version for number in range(3)]
+        # These have no recent heartbeat, but are too recent to be deleted
+        # automatically.
+        recent = timezone.now() - timedelta(seconds=1)
+        places = [rows.claim("stock", recent).pk for _ in range(3)]
+        with guarded() as token:
+            assert [backend.end_share("stock", one) for one in tokens] == [True] * 3
+            assert [backend.take_out("stock", place) for place in places] == [True] * 3
+            assert not backend.end_share("stock", token)
+
+
+@SERVERS
+def test_two_guards_of_one_shared_hold_wait_with_a_limit(monkeypatch, threads):
+    """An exclusive lock behaves in the same way."""
+    monkeypatch.setattr(own_row, "RELEASE_RETRY_LIMIT", 0.5)
+    hold = db_rwlock("stock").read().acquire()
+    inside, leave = threading.Event(), threading.Event()
+
+    def guard():
+        with hold.atomic():
+            inside.set()
+            leave.wait(20)
+
+    thread = threads(guard)
+    assert inside.wait(20)
+    with pytest.raises(LockBackendError, match="'stock' .* is locked by another trans"):
+        hold.atomic().__enter__()
+    monkeypatch.setattr(own_row, "RELEASE_RETRY_LIMIT", 20)
+    timer = threading.Timer(0.5, leave.set)
+    timer.start()
+    with hold.atomic():
+        hold.check()
+    timer.join()
+    thread.join(30)
+    hold.release()
