@@ -8,6 +8,7 @@ from django.core.management import call_command
 
 from dlocks.models import LockClaim, ResourceLock
 from dlocks.testing import held_elsewhere
+from tests.timing import eventually
 
 
 def is_taken(key, using="default"):
@@ -31,6 +32,19 @@ def clear(key, using="default"):
 def row(key):
     """Return the row of a key, with its state by the database's clock."""
     return ResourceLock.objects.by_clock().get(pk=key)
+
+
+def await_renewal(hold):
+    """Return when the lease of a hold has been renewed once more."""
+    lowest = hold.remaining
+
+    def has_grown():
+        nonlocal lowest
+        left = hold.remaining
+        lowest = min(lowest, left)
+        return left > lowest + 0.1
+
+    eventually(has_grown, 30)
 
 
 def queued(key):

@@ -14,7 +14,7 @@ from dlocks.testing import expire, held_elsewhere, lose
 from tests import jobs
 from tests.for_each import for_each
 from tests.models import Counter
-from tests.promises.locks.keys import clear
+from tests.promises.locks.keys import await_renewal, clear
 from tests.promises.locks.keys import row as row_of
 from tests.timing import in_time
 
@@ -229,7 +229,7 @@ def test_a_guard_extends_no_lease_beyond_max_hold(row):
 
 @pytest.mark.front
 @FAMILY
-def test_a_hold_whose_row_could_not_be_locked_is_still_renewed(using, stops, until):
+def test_a_hold_whose_row_could_not_be_locked_is_still_renewed(using, stops):
     """The error is reported."""
     hold = db_lock("stock", using=using, ttl=1.5).acquire()
 
@@ -240,8 +240,7 @@ def test_a_hold_whose_row_could_not_be_locked_is_still_renewed(using, stops, unt
         with stops.replace("pin", fail), block():
             with pytest.raises(LockBackendError, match="was lost"), hold.atomic():
                 pass
-    left = hold.remaining
-    until(lambda: hold.remaining > left)
+    await_renewal(hold)
     hold.release()
 
 

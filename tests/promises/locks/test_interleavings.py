@@ -13,17 +13,11 @@ from django.db import connection, transaction
 from dlocks import LockError, LockLost, LockTimeout, db_lock, db_rwlock
 from tests import jobs
 from tests.for_each import for_each
-from tests.internals import (
-    DatabaseBackend,
-    ResourceLock,
-    TransactionMarker,
-    Waiters,
-    backends,
-    keeper,
-)
+from tests.promises.locks.keys import await_renewal, queued
 from tests.timing import in_time
 from tests.volume import volume
 
+pytest_plugins = ["tests.promises.stops"]
 pytestmark = [
     pytest.mark.driver,
     pytest.mark.django_db(transaction=True),
@@ -49,61 +43,15 @@ def test_waiters_in_transactions_do_not_lock_the_holders_row(using, workers):
     in_time(longest, 2.0)
 
 
-@pytest.mark.engine("postgresql", "mariadb", "mysql")
-@for_each("using", ["default", "optimistic", "insert", "shared"])
-@for_each("inside", [False, True])
-def test_a_row_that_appears_meanwhile_is_not_waited_for(
-    using, inside, monkeypatch, threads
-):
-    """A transaction has locked the row of a new key when a caller creates it.
-
-    The caller has seen that there was no row.
-    """
-    lock = db_lock("stock:7", using=using, timeout=0)
-    if using == "shared":
-        using, lock = "default", db_rwlock("stock:7", timeout=0).read()
-    backend, over = backends[using], threading.Event()
-    name = "_insert" if using == "insert" and not inside else "_create"
-    create, others = getattr(backend, name), []
-
-    def hold():
-        DatabaseBackend._create(backend, "stock:7")
-        with transaction.atomic():
-            ResourceLock.objects.select_for_update().get()
-            held.set()
-            over.wait(30)
-
-    def create_later(*args):
-        if not others:
-            others.append(threads(hold))
-            assert held.wait(30)
-        return create(*args)
-
-    held = threading.Event()
-    began = time.monotonic()
-    with monkeypatch.context() as patch:
-        patch.setattr(backend, name, create_later)
-        block = transaction.atomic() if inside else contextlib.nullcontext()
-        try:
-            with block, pytest.raises(LockTimeout):
-                lock.acquire()
-        finally:
-            took = time.monotonic() - began
-            over.set()
-    (other,) = others
-    other.join(30)
-    in_time(took, 5.0)
-
-
 @SERVERS
 def test_an_inner_rollback_does_not_release_an_exited_lease(is_busy):
     with transaction.atomic():
-        with db_lock("stock:7", scope="lease") as hold:
+        with db_lock("stock:7", scope="lease", ttl=1.5) as hold:
             pass
         with contextlib.suppress(ZeroDivisionError), transaction.atomic():
             1 / 0  # noqa: B018
-        keeper.catch_up()
-        hold._state.settle()
+        # The background thread has looked at the hold, which it renews.
+        await_renewal(hold)
         assert is_busy()
         assert hold.held
     assert not is_busy()
@@ -145,41 +93,6 @@ def test_a_closed_connection_ends_its_holds():
         hold = db_lock("stock:7").acquire()
         connection.close()
         assert not hold.held
-
-
-@pytest.mark.front
-def test_entering_during_a_release_by_the_keeper_holds_the_key(
-    monkeypatch, in_other_thread, until
-):
-    """A caller inside a block holds the key."""
-    backend = backends["memory"]
-    lock = db_lock("stock:7", using="memory")
-    with transaction.atomic():
-        with lock as hold:
-            pass
-        transaction.set_rollback(True)
-        verify = backend.verify
-        settled = []
-
-        def meanwhile(claim, count):
-            answer = verify(claim, count)
-            # The transaction ends and the keeper checks it, just between the reply and
-            # the block.
-            monkeypatch.setattr(
-                TransactionMarker, "stands", property(lambda mark: False)
-            )
-            hold._state.settle()
-            monkeypatch.undo()
-            settled.append(True)
-            return answer
-
-        monkeypatch.setattr(backend, "verify", meanwhile)
-        with lock as again:
-            assert settled
-            assert again is hold
-            assert again.held
-            assert in_other_thread(lock.try_acquire) is None
-    until(lambda: not hold.held)
 
 
 @SERVERS
@@ -284,7 +197,7 @@ def test_an_unrenewed_lease_has_its_whole_ttl_after_a_wait(using, workers, until
     first = holder.hear()
     policy = {"using": using, "ttl": 20, "renew": False, "timeout": 30}
     waiter.start(jobs.acquire_and_tell, "stock:7", **policy)
-    until(lambda: backends[using].waiting("stock:7"))
+    until(queued("stock:7").exists)
     holder.tell()
     assert holder.hear() == "released"
     token, remaining = waiter.hear()
@@ -296,31 +209,30 @@ def test_an_unrenewed_lease_has_its_whole_ttl_after_a_wait(using, workers, until
 
 @pytest.mark.engine("postgresql")
 async def test_a_waiter_that_misses_its_turn_does_not_hold_the_key(
-    monkeypatch, workers, in_other_thread, until
+    stops, workers, in_other_thread, until
 ):
     """A process is notified of its turn and then pauses.
 
     It pauses until another process holds the key.
     """
     first, second = workers(2)
-    backend = backends["default"]
-    going, look = threading.Event(), Waiters._poll
+    going, waiting = threading.Event(), queued("stock:7")
 
-    def look_in_time(room, **options):
+    def poll_in_time(usual, *_):
         going.wait(30)
-        return look(room, **options)
+        return usual()
 
     going.set()
-    monkeypatch.setattr(Waiters, "_poll", look_in_time)
+    stops.replace("poll", poll_in_time)
     first.start(jobs.hold, "stock:7")
     first.hear()
     task = asyncio.ensure_future(db_lock("stock:7", timeout=30).aacquire())
-    while not in_other_thread(backend.waiting, "stock:7"):
+    while not in_other_thread(waiting.count):
         await asyncio.sleep(0.01)
     second.start(jobs.hold, "stock:7", timeout=30)
-    until(lambda: in_other_thread(backend.waiting, "stock:7") == 2)
-    # From here on the event loop is blocked. The queue thread has been notified and is
-    # paused.
+    until(lambda: in_other_thread(waiting.count) == 2)
+    # From here on the event loop is blocked. The thread that polls has been notified
+    # and is paused.
     going.clear()
     first.tell()
     assert first.hear() == "released"
@@ -331,7 +243,7 @@ async def test_a_waiter_that_misses_its_turn_does_not_hold_the_key(
             await asyncio.shield(task)
     assert not task.done(), "two callers hold the key"
     # When the process continues, it gets its position back.
-    while not in_other_thread(backend.waiting, "stock:7"):
+    while not in_other_thread(waiting.count):
         await asyncio.sleep(0.01)
     second.tell()
     assert second.hear() == "released"
@@ -368,11 +280,11 @@ def test_a_busy_key_is_refused_at_once_in_a_sqlite_transaction(workers):
     in_time(took, 5)
 
 
-# The keeper.
+# Renewals.
 
 
 @pytest.mark.front
-def test_a_slow_on_lost_callback_does_not_delay_other_renewals(until):
+def test_a_slow_on_lost_callback_does_not_delay_other_renewals():
     entered, leave = threading.Event(), threading.Event()
 
     def slow(hold):
@@ -383,121 +295,24 @@ def test_a_slow_on_lost_callback_does_not_delay_other_renewals(until):
     first = db_lock("first", on_lost=slow, **policy).acquire()
     with db_lock("second", using="memory", ttl=3) as second:
         assert entered.wait(10)
-        deadline = second._state.lease.deadline
-        until(lambda: second._state.lease.deadline > deadline + 0.5)
+        await_renewal(second)
+        await_renewal(second)
         leave.set()
     assert not first.held
 
 
 @pytest.mark.front
-def test_an_error_of_one_backend_does_not_stop_other_renewals(
-    monkeypatch, until, caplog
-):
+def test_an_error_of_one_backend_does_not_stop_other_renewals(stops, until, caplog):
     tries = []
 
-    def fail(claims):
+    def fail(usual, claims):
         tries.append(claims)
         raise ZeroDivisionError
 
-    monkeypatch.setattr(backends["optimistic"], "renew", fail)
+    stops.replace("renew", fail, "optimistic")
     with db_lock("second", using="memory", ttl=3) as second, pytest.raises(LockLost):
         with db_lock("first", using="optimistic", ttl=1.0) as first:
-            deadline = second._state.lease.deadline
-            until(lambda: first._state.is_over)
-            until(lambda: second._state.lease.deadline > deadline)
+            until(lambda: not first.held)
+            await_renewal(second)
             second.check()
     assert len(tries) < 20
-
-
-@pytest.mark.front
-def test_starting_the_keeper_thread_is_retried(monkeypatch, until):
-    monkeypatch.setattr(keeper._thread, "thread", None)
-
-    def fail(thread):
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", fail)
-        with pytest.raises(RuntimeError, match="new thread"):
-            db_lock("stock:7", using="memory").acquire()
-    with db_lock("stock:7", using="memory", ttl=3) as hold:
-        deadline = hold._state.lease.deadline
-        until(lambda: hold._state.lease.deadline > deadline)
-
-
-def no_worker_runs():
-    return all(thread.name != "dlocks-worker" for thread in threading.enumerate())
-
-
-@pytest.fixture
-def desks_fail(monkeypatch, until):
-    """Return a function that makes the next starts of desk threads fail.
-
-    Another call replaces the number of failures.
-    """
-    start, left = threading.Thread.start, 0
-
-    def begin(thread):
-        nonlocal left
-        if thread.name == "dlocks-worker" and left > 0:
-            left -= 1
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    def fail(times):
-        nonlocal left
-        left = times
-        return lambda: left == 0
-
-    until(no_worker_runs)
-    monkeypatch.setattr(threading.Thread, "start", begin)
-    yield fail
-    left = 0
-
-
-@pytest.mark.front
-def test_a_worker_that_cannot_start_does_not_affect_others(desks_fail, until, settings):
-    memory = settings.DLOCKS["memory"]
-    settings.DLOCKS = {f"memory {number}": memory for number in range(6)}
-    healthy = [
-        db_lock("stock:7", using=using, ttl=2.4).acquire() for using in settings.DLOCKS
-    ]
-    began = max(hold._state.lease.deadline for hold in healthy)
-    until(lambda: min(hold._state.lease.deadline for hold in healthy) > began)
-    settings.DLOCKS = {**settings.DLOCKS, "new": memory}
-    desks_fail(1000)
-    with pytest.raises(LockLost), db_lock("stock:7", using="new", ttl=3) as sick:
-        until(lambda: sick._state.is_over)
-    for hold in healthy:
-        hold.release()
-
-
-@pytest.mark.front
-def test_only_tasks_are_run_later_if_no_worker_could_start(desks_fail, until):
-    """A call is not, because its key would be acquired for a caller with an error.
-
-    A renewal is a task.
-    """
-    taken, failed = [], desks_fail(1)
-    with pytest.raises(RuntimeError, match="new thread"):
-        keeper.run(lambda: taken.append("stock:7"), backends["memory"])
-    assert failed()
-    keeper.run(lambda: None, backends["memory"])
-    assert not taken
-
-    until(no_worker_runs)
-    done, failed = [], desks_fail(1)
-
-    def chore():
-        done.append(1)
-
-    keeper.later(chore, 0.0, backends["memory"])
-    until(failed)
-    until(lambda: done)
-    until(lambda: chore not in keeper._deferred)
-    assert done == [1]
-    until(no_worker_runs)
-    with db_lock("stock:7", using="memory", ttl=2.4) as hold:
-        failed, deadline = desks_fail(1), hold._state.lease.deadline
-        until(failed)
-        until(lambda: hold._state.lease.deadline > deadline)

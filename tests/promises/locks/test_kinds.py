@@ -2,21 +2,25 @@
 
 import dataclasses
 import re
+from contextlib import suppress
+from datetime import timedelta
 
 import pytest
 from django.db import connection, transaction
 
-from dlocks import LockNotAwaitable, LockTimeout, db_lock, db_rwlock, db_semaphore
+from dlocks import (
+    LockLost,
+    LockNotAwaitable,
+    LockTimeout,
+    db_lock,
+    db_rwlock,
+    db_semaphore,
+)
+from dlocks.models import LockClaim, ResourceLock
+from dlocks.testing import expire
 from tests import jobs
 from tests.for_each import for_each
-from tests.internals import (
-    Claim,
-    MemoryBackend,
-    PessimisticBackend,
-    ResourceLock,
-    backends,
-    helpers,
-)
+from tests.promises.locks.keys import queued
 from tests.settings import ENGINE
 from tests.sync_and_async import sync_and_async
 
@@ -28,25 +32,32 @@ OTHERS = [] if ENGINE == "mysql" else ["optimistic", "insert"]
 FAMILY = for_each("using", ["default", *OTHERS])
 
 
-def attempt(using, **options):
-    """Return the token of a claim of another caller, which is released, or None."""
-    claim = Claim(key="catalogue", ttl=30, **options)
-    if (grant := backends[using].acquire(claim)) is not None:
-        assert backends[using].release(claim)
-        return grant.token
-    return None
+@pytest.fixture
+def attempt(in_other_thread):
+    """Return a function that acquires as another caller does, and releases.
+
+    It returns the token, or None if the key is held.
+    """
+
+    def ask(lock):
+        hold = lock.try_acquire()
+        if hold is not None:
+            hold.release()
+        return hold and hold.token
+
+    return lambda lock: in_other_thread(ask, lock)
 
 
 @FAMILY
-def test_readers_and_writers_exclude_each_other(using):
+def test_readers_and_writers_exclude_each_other(using, attempt):
     """Several callers read at the same time, each with a larger token."""
     lock = db_rwlock("catalogue", using=using, timeout=0)
     with lock.read() as first:
-        assert attempt(using, shared=True) > first.token
-        assert attempt(using) is None
+        assert attempt(lock.read()) > first.token
+        assert attempt(lock.write()) is None
     with lock.write() as mine:
-        assert attempt(using, shared=True) is None
-        assert attempt(using) is None
+        assert attempt(lock.read()) is None
+        assert attempt(lock.write()) is None
     with lock.read() as later:
         assert later.token > mine.token
 
@@ -77,18 +88,18 @@ def test_a_reader_cannot_become_a_writer():
 
 
 @FAMILY
-def test_a_writer_may_read_and_downgrade(using):
+def test_a_writer_may_read_and_downgrade(using, attempt):
     lock = db_rwlock("catalogue", using=using, timeout=0)
     writing = lock.write().acquire()
     reading = lock.read().acquire()
     assert reading.token > writing.token
-    assert attempt(using, shared=True) is None
+    assert attempt(lock.read()) is None
     writing.release()
     reading.check()
-    assert attempt(using, shared=True)
-    assert attempt(using) is None
+    assert attempt(lock.read())
+    assert attempt(lock.write()) is None
     reading.release()
-    assert attempt(using)
+    assert attempt(lock.write())
 
 
 @pytest.mark.driver
@@ -146,24 +157,26 @@ async def test_a_full_semaphore_names_all_of_its_holders(
     This includes a permit of the caller itself.
     """
     lock = db_semaphore("api", permits=2, reentrant=False, timeout=0)
-    mine, other = await do.ask(lock, "acquire"), in_other_thread(lock.acquire)
-    names = f"{mine.claim.holder} and {other.claim.holder}"
+    mine = await do.ask(lock, "acquire")
+    first = (await do.ask(lock, "holder")).holder
+    other = in_other_thread(lock.acquire)
+    shares = LockClaim.objects.filter(version=other.token)
+    second = (await do.sync(shares.get)).holder
+    names = f"{first} and {second}"
     waiting = []
     for number, phrase in enumerate(
         ("", "; 1 caller is waiting", "; 2 callers are waiting")
     ):
         if number:
             waiting.append(threads(dataclasses.replace(lock, timeout=30).acquire))
-        await do.sync(
-            until, lambda number=number: backends["default"].waiting("api") == number
-        )
+        await do.sync(until, lambda number=number: queued("api").count() == number)
         for timeout in (0, 0.1):
             with pytest.raises(LockTimeout) as full:
                 await do.ask(dataclasses.replace(lock, timeout=timeout), "acquire")
             assert (
                 message_of(full.value) == f"all 2 permits are held by {names}{phrase}"
             )
-            assert full.value.holder.holder == other.claim.holder
+            assert full.value.holder.holder == second
     await do.ask(mine, "release")
     in_other_thread(other.release)
     for thread in waiting:
@@ -178,16 +191,16 @@ def test_a_full_semaphore_names_at_most_ten_holders(in_other_thread, settings):
     ``DLOCKS_SHOW_HOLDER`` applies to every holder.
     """
     lock = db_semaphore("api", permits=1, timeout=0)
-    with lock as hold:
+    with lock:
+        me = lock.holder().holder
         with pytest.raises(
-            LockTimeout,
-            match=rf": the only permit is held by {re.escape(hold.claim.holder)}",
+            LockTimeout, match=rf": the only permit is held by {re.escape(me)}"
         ):
             in_other_thread(lock.acquire)
         settings.DLOCKS_SHOW_HOLDER = False
         with pytest.raises(LockTimeout, match="held by a hidden holder for") as full:
             in_other_thread(lock.acquire)
-        assert hold.claim.holder not in str(full.value)
+        assert me not in str(full.value)
     settings.DLOCKS_SHOW_HOLDER = True
     many = [
         db_semaphore("api", permits=12, reentrant=False).acquire() for _ in range(12)
@@ -196,7 +209,7 @@ def test_a_full_semaphore_names_at_most_ten_holders(in_other_thread, settings):
         LockTimeout, match=r": all 12 permits are held by .* and 2 more$"
     ) as full:
         in_other_thread(db_semaphore("api", permits=12, timeout=0).acquire)
-    assert str(full.value).count(many[0].claim.holder) == 10
+    assert str(full.value).count(me) == 10
     for hold in many:
         hold.release()
 
@@ -230,10 +243,9 @@ def test_changed_permits_bind_new_holders_at_once(in_other_thread):
     assert permits(2).try_acquire() is None
     for hold in [*holds, permits(4).acquire()]:
         hold.release()
-    with db_lock("api") as hold:
-        with pytest.raises(
-            LockTimeout, match=f": held by {re.escape(hold.claim.holder)}"
-        ):
+    with db_lock("api"):
+        me = db_lock("api").holder().holder
+        with pytest.raises(LockTimeout, match=f": held by {re.escape(me)}"):
             in_other_thread(permits(2).acquire)
     for wrong in (0, -1, True, 2.5, "3", 2**31):
         with pytest.raises((ValueError, TypeError)):
@@ -241,51 +253,44 @@ def test_changed_permits_bind_new_holders_at_once(in_other_thread):
 
 
 @pytest.mark.driver
-def test_reentering_takes_no_further_permit(in_other_thread, monkeypatch):
-    """A permit can be entered again next to another one of the same caller.
-
-    The holders are read only for an error, so a free permit costs no more statements.
-    """
+def test_reentering_takes_no_further_permit(in_other_thread):
+    """A permit can be entered again next to another one of the same caller."""
     mine = db_semaphore("api", permits=2, timeout=0)
     another = db_semaphore("api", permits=2, timeout=0, reentrant=False)
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            backends["default"].inspector,
-            "sharers",
-            lambda *args: pytest.fail("read the holders"),
-        )
-        with mine as hold, mine as again:
-            assert again is hold
-            assert hold.count == 2
-            assert ResourceLock.objects.get(pk="api").shares == 1
-            with another as second:
-                assert second is not hold
-                with mine as again:
-                    assert again is hold
-            other = in_other_thread(mine.acquire)
+    with mine as hold, mine as again:
+        assert again is hold
+        assert hold.count == 2
+        assert ResourceLock.objects.get(pk="api").shares == 1
+        with another as second:
+            assert second is not hold
             with mine as again:
                 assert again is hold
-            other.release()
-        with another, mine as hold, mine as again:
+        other = in_other_thread(mine.acquire)
+        with mine as again:
             assert again is hold
+        other.release()
+    with another, mine as hold, mine as again:
+        assert again is hold
     with another as first, another as second:
         assert first is not second
         assert another.try_acquire() is None
 
 
-def test_an_expired_reader_excludes_for_the_grace():
+@for_each("using", ["default", "memory"])
+def test_an_expired_reader_excludes_for_the_grace(using, settings, attempt):
     """A writer waits for the grace of a shared hold, as for that of any other."""
-    for kind in (PessimisticBackend, MemoryBackend):
-        for hours, is_free in ((2, False), (0.5, True)):
-            backend = kind("default", grace=hours * 3600)
-            reader = Claim(key=f"catalogue:{hours}", ttl=30.0, shared=True)
-            writer = Claim(key=reader.key, ttl=30.0)
-            assert backend.acquire(reader)
-            # An hour ago.
-            helpers._end_lease(backend, reader)
-            assert (backend.acquire(writer) is not None) == is_free, (kind, hours)
-            backend.release(reader)
-            backend.release(writer)
+    before = settings.DLOCKS
+    for hours, is_free in ((2, False), (0.5, True)):
+        options = {"OPTIONS": {"grace": timedelta(hours=hours)}}
+        settings.DLOCKS = {**before, using: {**before[using], **options}}
+        lock = db_rwlock(f"catalogue:{hours}", using=using)
+        reader = lock.read().acquire()
+        # An hour ago.
+        expire(reader)
+        assert (attempt(lock.write()) is not None) == is_free, hours
+        with suppress(LockLost):
+            reader.release()
+    settings.DLOCKS = before
 
 
 def test_a_shared_hold_in_a_transaction_lasts_until_its_end(in_other_thread, until):

@@ -5,15 +5,17 @@ The counter goes wrong if the lock does.
 
 from __future__ import annotations
 
+import io
 import itertools
 
 import pytest
+from django.core.management import call_command
 from django.db import connection, transaction
 
 from dlocks import db_lock
+from dlocks.models import ResourceLock
 from tests import jobs
 from tests.for_each import for_each
-from tests.internals import ResourceLock, backends
 from tests.volume import volume
 
 pytestmark = [pytest.mark.django_db(transaction=True)]
@@ -45,31 +47,13 @@ def test_no_increment_is_lost_and_tokens_strictly_increase(case, workers, tmp_pa
         policy = {"scope": scope, "using": using, "fair": fair, "timeout": None}
         worker.start(jobs.count, str(path), "counter", times=times, **policy)
     while not all(worker.pipe.poll(0.05) for worker in crowd):
-        backends[using].purge(0)
+        call_command("reap_locks", idle_for="0s", using=using, stdout=io.StringIO())
     tokens = [worker.hear() for worker in crowd]
     everybody = list(itertools.chain.from_iterable(tokens))
     assert path.read_text() == f"{PROCESSES * times} {max(everybody)}"
     for mine in tokens:
         assert mine == sorted(set(mine))
     assert len(set(everybody)) == len(everybody)
-
-
-@pytest.mark.front
-@for_each("using", ["default", "optimistic"])
-def test_creating_the_row_of_a_new_key_is_retried(using, monkeypatch):
-    """On InnoDB, a statement about another new key may lock the gap for a moment."""
-    backend, tried = backends[using], []
-    create = backend._create
-
-    def refused_once(key):
-        tried.append(key)
-        if len(tried) > 1:
-            create(key)
-
-    monkeypatch.setattr(backend, "_create", refused_once)
-    with db_lock("new", using=using, timeout=0):
-        pass
-    assert tried == ["new", "new"]
 
 
 @pytest.mark.engine("postgresql", "mariadb")

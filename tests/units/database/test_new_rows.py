@@ -1,0 +1,82 @@
+"""The row of a key that had none."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+
+import pytest
+from django.db import transaction
+
+from dlocks import LockTimeout, db_lock, db_rwlock
+from dlocks.models import ResourceLock
+from tests.for_each import for_each
+from tests.internals import DatabaseBackend, backends
+from tests.timing import in_time
+
+pytestmark = [pytest.mark.driver, pytest.mark.django_db(transaction=True)]
+
+
+@pytest.mark.engine("postgresql", "mariadb", "mysql")
+@for_each("using", ["default", "optimistic", "insert", "shared"])
+@for_each("inside", [False, True])
+def test_a_row_that_appears_meanwhile_is_not_waited_for(
+    using, inside, monkeypatch, threads
+):
+    """A transaction has locked the row of a new key when a caller creates it.
+
+    The caller has seen that there was no row.
+    """
+    lock = db_lock("stock:7", using=using, timeout=0)
+    if using == "shared":
+        using, lock = "default", db_rwlock("stock:7", timeout=0).read()
+    backend, over = backends[using], threading.Event()
+    name = "_insert" if using == "insert" and not inside else "_create"
+    create, others = getattr(backend, name), []
+
+    def hold():
+        DatabaseBackend._create(backend, "stock:7")
+        with transaction.atomic():
+            ResourceLock.objects.select_for_update().get()
+            held.set()
+            over.wait(30)
+
+    def create_later(*args):
+        if not others:
+            others.append(threads(hold))
+            assert held.wait(30)
+        return create(*args)
+
+    held = threading.Event()
+    began = time.monotonic()
+    with monkeypatch.context() as patch:
+        patch.setattr(backend, name, create_later)
+        block = transaction.atomic() if inside else contextlib.nullcontext()
+        try:
+            with block, pytest.raises(LockTimeout):
+                lock.acquire()
+        finally:
+            took = time.monotonic() - began
+            over.set()
+    (other,) = others
+    other.join(30)
+    in_time(took, 5.0)
+
+
+@pytest.mark.front
+@for_each("using", ["default", "optimistic"])
+def test_creating_the_row_of_a_new_key_is_retried(using, monkeypatch):
+    """On InnoDB, a statement about another new key may lock the gap for a moment."""
+    backend, tried = backends[using], []
+    create = backend._create
+
+    def refused_once(key):
+        tried.append(key)
+        if len(tried) > 1:
+            create(key)
+
+    monkeypatch.setattr(backend, "_create", refused_once)
+    with db_lock("new", using=using, timeout=0):
+        pass
+    assert tried == ["new", "new"]
