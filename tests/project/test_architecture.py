@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-import dlocks
+from tests.project.test_promises import is_public, named_in_the_docs
 
 pytestmark = [pytest.mark.once, pytest.mark.engine("sqlite")]
 
@@ -153,28 +153,21 @@ def ends_with_if(body):
 
 def test_internals_are_imported_in_one_place():
     """If a module moves, only one file of the tests has to change, and its own."""
-    public = ("dlocks", "dlocks.optimistic", "dlocks.testing", "dlocks.asgi")
-    # Parsing is slow, and nearly all files import only public names from "dlocks".
-    names = "|".join({*dlocks.__all__, "optimistic"})
-    imported = rf"dlocks import (\(?(\s*({names})( as \w+)?,?)+\s*\)?\n)"
-    harmless = re.compile(
-        rf"^from ({imported}|dlocks\.(optimistic|testing|asgi)\b)", re.MULTILINE
-    )
+    public = named_in_the_docs()
     found = {
         (str(path.relative_to(ROOT)), node.module)
         for path in ROOT.glob("tests/**/*.py")
         # A unit test imports the module whose rules it shows. Authors of backends copy
         # the contract, which therefore imports nothing of the other tests.
         if path.name != "typed_usage.py"
-        and path.parent.name not in {"units", "contract"}
-        if "from dlocks" in harmless.sub("", path.read_text())
+        and not {"units", "contract"} & set(path.parts)
+        # Parsing is slow, and nearly all files import only public names.
+        and re.search(r"^from dlocks(\.| import)", path.read_text(), re.MULTILINE)
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("dlocks")
-        if not f"{node.module}.".startswith(tuple(f"{name}." for name in public[1:]))
-        if node.module != "dlocks"
-        or {name.name for name in node.names} - {*dlocks.__all__, "optimistic"}
+        if isinstance(node, ast.ImportFrom)
+        for name in node.names
+        if not is_public(f"{node.module}.{name.name}", public)
     }
-
     assert found == set()
 
 

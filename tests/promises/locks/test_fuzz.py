@@ -5,30 +5,23 @@ A refusal comes before any query.
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import unicodedata
 from contextlib import suppress
 
 import pytest
+from django.core.checks import run_checks
 from django.core.exceptions import ImproperlyConfigured
 from django.core.management import CommandError, call_command
 from django.db import connections
-from django.utils.module_loading import import_string
+from django.test import override_settings
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from dlocks import Lock, MultiLock, db_lock, db_rwlock, db_semaphore, user_key
-from tests.internals import (
-    DEFAULT_ALIAS,
-    KEY_LENGTH,
-    Backend,
-    BackendHandler,
-    Claim,
-    backends,
-    check_settings,
-    options_of,
-)
+from dlocks.testing import held_elsewhere, override_locks
+from dlocks.values import KEY_LENGTH
+from tests.promises.locks.keys import is_taken
 from tests.volume import volume
 
 pytestmark = pytest.mark.front
@@ -73,12 +66,16 @@ POLICY = [
 ]  # fmt: skip
 
 
+class QueryError(Exception):
+    """A query was about to be sent."""
+
+
 @pytest.fixture
 def no_queries(monkeypatch):
     """Refuse every query of any database."""
 
     def refuse(*args, **kwargs):
-        raise AssertionError("a query")
+        raise QueryError
 
     for connection in connections.all():
         monkeypatch.setattr(connection, "cursor", refuse)
@@ -120,43 +117,40 @@ class TestRefusals:
             lock = makers[kind](**{"key": "fuzz", **policy})
             one = lock.read() if kind == 1 else lock
             assert isinstance(one, Lock | MultiLock)
-            backends[one.using]
-        except (*REFUSED, ImproperlyConfigured):
+        except REFUSED:
             return
-        # Acquire the lock on a backend that sends no queries. Some backends do not
-        # support shared holds.
-        if isinstance(one, Lock):
-            with (
-                suppress(*REFUSED, RuntimeError),
-                dataclasses.replace(one, using="dummy"),
-            ):
+        # This backend sends no queries, and does not support each policy.
+        with suppress(*REFUSED, RuntimeError, ImproperlyConfigured):
+            with override_locks("dummy"), one:
                 pass
 
     @FUZZ
-    @given(configured=ANY | st.dictionaries(st.just(DEFAULT_ALIAS),
+    @given(configured=ANY | st.dictionaries(st.just("default"),
         ANY) | st.fixed_dictionaries(
-        {DEFAULT_ALIAS: st.dictionaries(st.sampled_from(["BACKEND", "OPTIONS", "X"]),
+        {"default": st.dictionaries(st.sampled_from(["BACKEND", "OPTIONS", "X"]),
         ANY)}
     ))  # fmt: skip
-    @example({DEFAULT_ALIAS: {"BACKEND": 5}})
-    @example({DEFAULT_ALIAS: {"BACKEND": "."}})
-    @example({DEFAULT_ALIAS: {"BACKEND": "\0.x"}})
-    @example({DEFAULT_ALIAS: {"BACKEND": "dlocks.backends.base.Backend", "OPTIONS": 5}})
+    @example({"default": {"BACKEND": 5}})
+    @example({"default": {"BACKEND": "."}})
+    @example({"default": {"BACKEND": "\0.x"}})
+    @example({"default": {"BACKEND": "dlocks.backends.base.Backend", "OPTIONS": 5}})
     def test_any_value_of_the_setting_works_or_is_refused(self, configured):
         """Any value of ``DLOCKS`` works or is refused."""
-        made(configured)
+        with override_settings(DLOCKS=configured):
+            refused = use("default")
+        assert not refused or "DLOCKS" in refused
 
 
-def made(configured) -> Backend | None:
-    """Return the default backend of a setting, or None if it is refused."""
-    handler = BackendHandler()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("django.conf.settings.DLOCKS", configured)
-        try:
-            return handler[DEFAULT_ALIAS]
-        except ImproperlyConfigured as error:
-            assert "DLOCKS" in str(error)
-            return None
+def use(using) -> str:
+    """Return why a lock of an alias refuses its settings. Send no query."""
+    try:
+        db_lock("fuzz", using=using, scope="transaction").acquire()
+    except ImproperlyConfigured as error:
+        return str(error)
+    except RuntimeError:
+        # The lock is refused outside of a transaction.
+        return ""
+    return pytest.fail("the lock was acquired outside of a transaction")
 
 
 # The options that a backend requires.
@@ -170,6 +164,17 @@ NEEDED = {
     "dlocks.backends.quorum.QuorumBackend": {"of": ["member"]},
 }
 
+LEASES = ["grace", "prefix", "slow_hold", "slow_wait", "timeout", "ttl"]
+SESSIONS = ["database", "deadlock_after", "linger", "ping", "waiting"]
+ROWS = ["database", "deadlock_after", "expiry", "history", "listen", "prepare"]
+OPTIONS = {
+    path: LEASES
+    + (ROWS if "database" in path else [])
+    + (SESSIONS if "session" in path else [])
+    + (["drift", "node_timeout", "of"] if "quorum" in path else [])
+    for path in NEEDED
+}
+
 
 def refusals(path, options):
     """Return the messages of the check about a backend with these options.
@@ -178,18 +183,10 @@ def refusals(path, options):
     """
     member = {"BACKEND": "dlocks.backends.memory.MemoryBackend"}
     configured = {"fuzzed": {"BACKEND": path, "OPTIONS": options}, "member": member}
-    handler = BackendHandler()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("django.conf.settings.DLOCKS", configured)
-        for module in ("conf", "checks"):
-            patch.setattr(f"dlocks.{module}.backends", handler)
-        said = {message.msg for message in check_settings() if message.is_serious()}
-        with suppress(ImproperlyConfigured):
-            backend = handler["fuzzed"]
-            assert backend.ttl > 0
-            assert backend.grace >= 0
-            return said
-        assert said
+    with override_settings(DLOCKS=configured):
+        messages = run_checks(tags=["dlocks"])
+        said = {message.msg for message in messages if message.is_serious()}
+        assert said or not use("fuzzed")
         return said
 
 
@@ -197,11 +194,7 @@ class TestOptions:
     @settings(FUZZ, max_examples=volume(60))
     @given(
         one=st.sampled_from(
-            [
-                (path, name)
-                for path in NEEDED
-                for name in sorted(options_of(import_string(path)))
-            ]
+            [(path, name) for path in NEEDED for name in OPTIONS[path]]
         ),
         value=ANY,
     )
@@ -253,17 +246,10 @@ class TestUserKeys:
         )
 
 
-def exclude(backend: Backend, one: str, other: str) -> bool:
+def exclude(using: str, one: str, other: str) -> bool:
     """Return whether two keys exclude each other."""
-    mine, theirs = (Claim(key=key, ttl=30) for key in (one, other))
-    assert backend.acquire(mine) is not None
-    try:
-        grant = backend.acquire(theirs)
-        if grant is not None:
-            assert backend.release(theirs)
-        return grant is None
-    finally:
-        assert backend.release(mine)
+    with held_elsewhere(one, using=using):
+        return is_taken(other, using)
 
 
 @pytest.mark.storage
@@ -281,8 +267,7 @@ def test_only_equal_keys_exclude_each_other():
         other=KEYS,
     )
     def check(alias, one, other):
-        backend = backends[alias]
-        assert exclude(backend, one, one)
+        assert exclude(alias, one, one)
         for another in {
             other,
             one + " ",
@@ -290,7 +275,7 @@ def test_only_equal_keys_exclude_each_other():
             unicodedata.normalize("NFD", one),
             unicodedata.normalize("NFC", one),
         } - {one}:
-            assert not exclude(backend, one, another), another
+            assert not exclude(alias, one, another), another
 
     check()
 
