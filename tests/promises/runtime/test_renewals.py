@@ -1,0 +1,546 @@
+"""Leases are renewed while they are held, or their loss is reported."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import textwrap
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+from django.db import connection, connections, transaction
+from django.test.utils import CaptureQueriesContext
+
+from dlocks import LockBackendError, LockLost, LockTimeout, db_lock, lock_lost
+from dlocks.models import ResourceLock
+from dlocks.testing import frozen_clock
+from dlocks.values import Grant
+from tests import jobs
+from tests.for_each import for_each
+from tests.promises.locks.keys import await_renewal, clear, row
+from tests.scripts import run_python
+from tests.timing import eventually, in_time
+
+pytest_plugins = ["tests.promises.stops"]
+pytestmark = [
+    pytest.mark.front,
+    pytest.mark.django_db(transaction=True),
+]
+
+
+# Renewal.
+
+
+@pytest.mark.engine("postgresql", "mariadb")
+def test_a_lease_is_renewed_while_the_block_runs(in_other_thread):
+    with db_lock("stock:7", using="brisk") as hold:
+        later = ResourceLock.objects.get(pk="stock:7").end_time + timedelta(seconds=2.1)
+        renewed = ResourceLock.objects.filter(pk="stock:7", end_time__gt=later)
+        eventually(renewed.exists, pause=0.1)
+        hold.check()
+        assert hold.remaining > 0
+        assert in_other_thread(db_lock("stock:7", using="brisk").try_acquire) is None
+    assert row("stock:7").state == "free"
+
+
+@pytest.mark.driver
+def test_100_holds_of_a_process_are_renewed_in_one_statement(stops, until):
+    """One of them is due, and the others are renewed with it."""
+    batches = []
+
+    def counted(usual, claims):
+        with CaptureQueriesContext(connection) as queries:
+            left = usual()
+        if len(claims) > 1:
+            batches.append((len(claims), len(left), len(queries)))
+        return left
+
+    stops.replace("renew", counted)
+    with contextlib.ExitStack() as stack:
+        for number in range(100):
+            stack.enter_context(db_lock(f"stock:{number}", using="brisk", ttl=6.0))
+        until(lambda: (100, 100, 1) in batches)
+
+
+@pytest.mark.storage
+def test_renewal_stops_at_max_hold(until, stops):
+    """A caller in an endless loop must not hold a lock forever."""
+    lost, took = [], [0.0]
+
+    def measured(usual, claims):
+        began = time.monotonic()
+        left = usual()
+        took.append(time.monotonic() - began)
+        return left
+
+    stops.replace("renew", measured)
+    started = time.monotonic()
+    with pytest.raises(LockLost, match="held for its max_hold of 2.5 s"):
+        with db_lock("stock:7", ttl=2.0, max_hold=2.5, on_lost=lost.append):
+            until(lambda: lost)
+            assert time.monotonic() - started > 2.4
+            in_all = time.monotonic() - started
+            found = ResourceLock.objects.get(pk="stock:7")
+            on_the_row = (found.end_time - found.begin_time).total_seconds()
+            # The rest is counted from before the renewal. A thread may pause between.
+            in_time(on_the_row, 2.5 + max(took) + 0.1)
+    assert len(took) > 1
+    in_time(in_all, 5)
+
+
+# Loss.
+
+
+def test_a_lost_hold_is_reported_in_every_way(until, caplog):
+    told, signalled = [], []
+
+    def receive(hold, **kwargs):
+        signalled.append(hold)
+
+    lock_lost.connect(receive)
+    caplog.set_level(logging.WARNING, "dlocks")
+    try:
+        with (
+            pytest.raises(LockLost) as error,
+            db_lock("stock:7", using="brisk", on_lost=told.append) as hold,
+        ):
+            clear("stock:7", "brisk")
+            until(lambda: told)
+            assert not hold.held
+            assert hold.remaining == 0
+            with pytest.raises(LockLost):
+                hold.check()
+            with pytest.raises(LockLost):
+                hold.renew()
+    finally:
+        lock_lost.disconnect(receive)
+    assert told == signalled == [hold]
+    assert (error.value.key, error.value.token) == ("stock:7", hold.token)
+    levels = [one.levelname for one in caplog.records if one.name == "dlocks"]
+    assert levels == ["WARNING"]
+    assert "'stock:7' was lost by" in caplog.text
+    assert hold.owner not in caplog.text
+    # An error of the body has a note about the loss, and one of on_lost is logged.
+    caplog.clear()
+
+    def fail(hold):
+        raise ValueError("on_lost")
+
+    with (
+        pytest.raises(ZeroDivisionError) as error,
+        db_lock("stock:7", using="brisk", on_lost=fail) as hold,
+    ):
+        clear("stock:7", "brisk")
+        until(lambda: "on_lost of 'stock:7' failed" in caplog.text)
+        1 / 0  # noqa: B018
+    assert any("LockLost: 'stock:7' was lost" in note for note in error.value.__notes__)
+
+
+def test_a_renewal_error_is_no_loss_before_the_deadline(stops, until, caplog):
+    def fail(usual, claims):
+        raise LockBackendError("could not ask")
+
+    stops.replace("renew", fail)
+    lost, said = [], "Could not renew the holds on 'stock:7': could not ask"
+    with pytest.raises(LockLost, match="not renewed within its ttl"):
+        with db_lock("stock:7", using="brisk", ttl=1.5, on_lost=lost.append) as hold:
+            until(lambda: said in caplog.text)
+            hold.check()
+            assert not lost
+            until(lambda: lost)
+    assert hold.remaining == 0
+
+
+@pytest.mark.engine("postgresql", "mariadb", "mysql")
+def test_a_renewal_that_finds_its_own_row_locked_is_not_lost(stops, until):
+    found = []
+    stops.replace("renew", lambda usual, _: found.append(usual()) or found[-1])
+    with db_lock("stock:7", ttl=9) as hold:
+        with transaction.atomic():
+            ResourceLock.objects.select_for_update().get(pk="stock:7")
+            until(lambda: found)
+            assert 0 < found[0][hold.owner] <= 9
+        hold.renew()
+
+
+# The local deadline.
+
+
+@pytest.fixture
+def stopped_clock(stops):
+    """Stop the clock of locks and of the memory backend."""
+    with frozen_clock() as clock:
+        yield clock
+
+
+def test_the_deadline_counts_from_before_the_request_was_sent(stops, stopped_clock):
+    def slowly(usual, claim):
+        grant = usual()
+        stopped_clock.tick(4)
+        return grant
+
+    stops.replace("acquire", slowly)
+    hold = db_lock("stock:7", using="memory", ttl=10, renew=False).acquire()
+    assert hold.remaining == pytest.approx(6)
+    stopped_clock.tick(5.9)
+    assert hold.held
+    stopped_clock.tick(0.2)
+    assert not hold.held
+    with pytest.raises(LockLost):
+        hold.release()
+
+
+@for_each("lease", [None, 2])
+def test_a_grant_that_arrives_after_its_lease_is_retried(lease, stops, stopped_clock):
+    """The lease may be shorter than the ttl."""
+    late = [(lease or 10) + 1, 0]
+
+    def late_once(usual, claim):
+        grant = usual()
+        stopped_clock.tick(late.pop(0))
+        return dataclasses.replace(grant, lease=lease)
+
+    with stops.replace("acquire", late_once):
+        with db_lock("stock:7", using="memory", ttl=10, timeout=30) as hold:
+            assert hold.remaining == pytest.approx(lease or 10)
+    assert late == []
+
+
+def test_a_last_try_is_made_at_the_deadline_without_a_queue(stops, stopped_clock):
+    """The timeout is counted from the start. The pauses between tries are random.
+
+    Without a timeout, the tries go on.
+    """
+    tries, answers = [], [None] * 500 + [Grant(7)]
+
+    def busy(usual, claim):
+        tries.append(stopped_clock())
+
+    started = stopped_clock()
+    with stops.replace("acquire", busy), pytest.raises(LockTimeout):
+        db_lock("stock:7", using="memory", timeout=3, fair=False).acquire()
+    assert tries[0] == started
+    assert tries[-1] == pytest.approx(started + 3)
+    pauses = [later - sooner for sooner, later in zip(tries, tries[1:], strict=False)]
+    assert all(0 < pause <= 0.25 + 1e-6 for pause in pauses)
+    assert len(set(pauses)) > len(pauses) // 2
+    stops.replace("acquire", lambda usual, claim: answers.pop(0))
+    stops.replace("release", lambda usual, claim: True)
+    lock = db_lock("stock:7", using="memory", timeout=None, fair=False, renew=False)
+    with lock as hold:
+        assert hold.token == 7
+        assert hold.waited > 60
+
+
+def test_no_try_begins_after_the_timeout(stops):
+    """Each try takes longer than a pause."""
+    tries, started = [], time.monotonic()
+
+    def busy(usual, claim):
+        tries.append(time.monotonic())
+        time.sleep(0.4)
+
+    with stops.replace("acquire", busy), pytest.raises(LockTimeout):
+        db_lock("stock:7", using="memory", timeout=0.5, fair=False).acquire()
+    in_time(tries[-1] - started, 0.55)
+
+
+def test_a_renewal_is_due_after_a_third_of_the_ttl(stopped_clock):
+    """Two renewals of a lease may fail, and the next one is still in time."""
+    with db_lock("stock:7", using="memory", ttl=9) as hold:
+        for _ in range(2):
+            stopped_clock.tick(1)
+            assert hold.remaining == pytest.approx(8)
+            stopped_clock.tick(2)
+            assert hold.remaining == pytest.approx(9)
+
+
+def test_a_slow_renewal_counts_from_its_request(stops, stopped_clock):
+    """A renewal whose reply takes 4 s is 4 s shorter for its holder."""
+
+    def slowly(usual, claims):
+        left = usual()
+        stopped_clock.tick(4)
+        return left
+
+    lock = db_lock("stock:7", using="memory", ttl=10, renew=False)
+    with lock as hold, stops.replace("renew", slowly):
+        stopped_clock.tick(5)
+        assert hold.remaining == pytest.approx(5)
+        hold.renew()
+        assert hold.remaining == pytest.approx(6)
+
+
+def test_a_slow_renewal_in_the_background_counts_from_its_request(stops):
+    def slowly(usual, claims):
+        left = usual()
+        time.sleep(0.6)
+        return left
+
+    stops.replace("renew", slowly)
+    with db_lock("stock:7", using="memory", ttl=3.0) as hold:
+        await_renewal(hold)
+        assert hold.remaining <= 2.4
+
+
+def test_a_key_is_free_after_max_hold_whatever_its_ttl(stopped_clock, in_other_thread):
+    """A holder that hangs keeps its key for max_hold, even if the ttl is longer."""
+
+    def is_free():
+        with db_lock("stock:7", using="memory", timeout=0) as hold:
+            return hold.takeover
+
+    hold = db_lock("stock:7", using="memory", ttl=30, max_hold=2).acquire()
+    # The grace of the alias is half a second.
+    stopped_clock.tick(2.5)
+    assert in_other_thread(is_free)
+    with pytest.raises(LockLost):
+        hold.release()
+
+
+# The end of a process.
+
+
+def run_script(script):
+    """Run a user's script in its own process, on this test's database."""
+    code = "import django; django.setup()\n" + textwrap.dedent(script)
+    return run_python("-c", code, DJANGO_SETTINGS_MODULE="tests.settings")
+
+
+def test_holds_are_released_at_exit():
+    """A signal handler ends a process by SystemExit, as servers do.
+
+    A warning names the holds that no block releases.
+    """
+    done = run_script("""
+        import os, signal, sys
+        from dlocks import db_lock
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+        for ending in "end", "exit", "signal":
+            if child := os.fork():
+                status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+                print(ending, status, flush=True)
+                continue
+            if ending == "signal":
+                with db_lock(ending):
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    signal.pause()
+            hold = db_lock(ending).acquire()
+            print("held", hold.held)
+            if ending == "exit":
+                sys.exit(3)
+            break
+        """)
+    assert done.stdout == "held True\nend 0\nheld True\nexit 3\nsignal 0\n"
+    assert [line.partition(" by ")[0] for line in done.stderr.splitlines()] == [
+        "'end' was never released",
+        "'exit' was never released",
+    ]
+    for key in "end", "exit", "signal":
+        it = row(key)
+        assert (it.state, it.status, it.hold_count) == ("free", "F", 0)
+
+
+def hold_in_parent_and_child(pipe):
+    """Fork while a lease is held, and hold another one in the child.
+
+    Return the status of the child.
+    """
+    with db_lock("parent", using="brisk") as hold:
+        await_renewal(hold)
+        if (child := os.fork()) == 0:
+            try:
+                with db_lock("child", using="brisk", ttl=1.2) as mine:
+                    time.sleep(1.5)
+                    mine.check()
+                os._exit(0)
+            finally:
+                os._exit(1)
+        time.sleep(1.0)
+        status = os.waitpid(child, 0)[1]
+        hold.check()
+    return status
+
+
+@pytest.mark.engine("postgresql", "mariadb")
+def test_a_forked_child_renews_only_its_own_holds(doomed):
+    assert doomed().call(hold_in_parent_and_child) == 0
+
+
+USERS_FILES = {
+    "usersettings.py": """
+        from tests.settings import DATABASES, SECRET_KEY
+        DATABASES["default"]["TEST"] = {"NAME": "test_of_a_user"}
+        INSTALLED_APPS = ["dlocks"]
+        """,
+    "usertests.py": """
+        import time
+        from django.db import transaction
+        from django.test import TestCase, TransactionTestCase
+        from dlocks import db_lock
+
+        class Plain(TestCase):
+            def test_lock(self):
+                with db_lock("plain"), db_lock("plain"), transaction.atomic():
+                    pass
+
+            def test_lease(self):
+                with db_lock("forced", scope="lease"):
+                    pass
+
+        class Leases(TransactionTestCase):
+            def test_renewed_to_the_last_moment(self):
+                with db_lock("leased", ttl=3) as hold:
+                    while hold.remaining > 2.2:
+                        time.sleep(0.01)
+                    while hold.remaining < 2.2:
+                        time.sleep(0.01)
+                self.left = db_lock("left", ttl=30).acquire()
+        """,
+}
+
+
+@pytest.mark.engine("postgresql")
+def test_a_user_s_test_run_can_drop_its_database(tmp_path):
+    """A remaining connection of dlocks would make DROP DATABASE fail."""
+    for name, text in USERS_FILES.items():
+        (tmp_path / name).write_text(textwrap.dedent(text))
+    django_test = "django", "test", "usertests", "--settings", "usersettings"
+    done = run_python("-m", *django_test, cwd=tmp_path, DLOCKS_TEST_NAME="dlocks")
+    assert done.returncode == 0, done.stderr
+    assert "Ran 3 tests" in done.stderr
+    assert "accessed by other users" not in done.stderr
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "SELECT count(*) FROM pg_database WHERE datname = 'test_of_a_user'"
+        )
+        assert cursor.fetchone() == (0,)
+
+
+@pytest.mark.engine("postgresql", "mariadb")
+def test_a_paused_holder_knows_its_loss_when_it_continues(doomed):
+    """A process pauses for longer than its ttl, and another one acquires the key.
+
+    The first process knows this when it continues.
+    """
+    victim = doomed()
+    victim.start(jobs.hold, "stock:7", using="brisk")
+    first = victim.hear()
+    victim.stop()
+    with db_lock("stock:7", using="brisk", ttl=30, timeout=20) as hold:
+        assert hold.token > first
+        victim.resume()
+        victim.tell()
+        with pytest.raises(RuntimeError, match="LockLost"):
+            victim.hear()
+        hold.check()
+
+
+@pytest.fixture
+def silence(stops, until):
+    """A backend whose server does not reply to renewals for a while."""
+    answer, asked, replies = threading.Event(), threading.Event(), []
+
+    def wait(usual, claims):
+        asked.at = time.monotonic()
+        asked.set()
+        answer.wait(30)
+        replies.append(usual())
+        return replies[-1]
+
+    stops.replace("renew", wait, "brisk")
+    yield asked
+    answer.set()
+    until(lambda: replies)
+
+
+def test_a_loss_is_reported_in_time_if_the_server_is_silent(silence):
+    told, told_at = threading.Event(), []
+
+    def tell(hold):
+        told_at.append(time.monotonic())
+        told.set()
+
+    with pytest.raises(LockLost, match="not renewed within its ttl"):
+        with db_lock("stock:7", using="brisk", ttl=3.0, on_lost=tell) as hold:
+            deadline = time.monotonic() + hold.remaining
+            assert silence.wait(10)
+            hold.check()
+            assert told.wait(10)
+            # A reply to the renewal is waited for for a second.
+            in_time(told_at[0] - max(deadline, silence.at + 1.0), 1.0)
+
+
+def test_a_loss_is_reported_while_other_renewals_are_running(stops, until):
+    """The next renewal is due as soon as the last one ends."""
+    stops.replace("renew", lambda usual, _: (time.sleep(1.1), usual())[1])
+    told = []
+    with db_lock("busy", using="brisk", ttl=3.0) as busy:
+        with pytest.raises(LockLost, match="max_hold"):
+            with db_lock(
+                "stock:7", using="brisk", ttl=3.0, max_hold=1.5, on_lost=told.append
+            ):
+                until(lambda: told)
+        busy.check()
+
+
+def test_a_silent_server_does_not_stop_renewals_on_another(silence, until):
+    with db_lock("stock:7", using="memory", ttl=3.0) as other:
+        with pytest.raises(LockLost), db_lock("stock:7", using="brisk") as hold:
+            assert silence.wait(10)
+            await_renewal(other)
+            # A call from inside a transaction to the other server is not delayed
+            # either.
+            with transaction.atomic():
+                with db_lock("another", using="memory", scope="lease"):
+                    assert hold.held
+            until(lambda: not hold.held)
+        other.check()
+
+
+def test_a_loss_is_reported_if_no_thread_can_be_started(monkeypatch, until):
+    """A lease with ``renew=False`` expires."""
+    told = []
+
+    def tell(hold):
+        with connection.cursor():
+            told.append((hold, connections.all(initialized_only=True)))
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    lock = db_lock("stock:7", using="memory", ttl=0.5, renew=False, on_lost=tell)
+    with pytest.raises(LockLost, match="not renewed within its ttl of 0.5 s"):
+        with lock as hold:
+            monkeypatch.setattr(threading.Thread, "start", refuse)
+            until(lambda: told)
+            assert not hold.held
+            assert hold.remaining == 0
+    ((lost, connected),) = told
+    assert lost is hold
+    # The connection that was opened for it in a permanent thread is closed.
+    until(lambda: not any(one.connection for one in connected))
+
+
+def test_a_lost_hold_raises_once_and_is_then_acquired_again():
+    """A loop that acquires by hand gets a new hold after LockLost."""
+    lock = db_lock("stock:7", renew=False, ttl=600)
+    with pytest.raises(LockLost), lock as outer:
+        clear("stock:7")
+        with pytest.raises(LockLost):
+            lock.acquire()
+        with lock as inner:
+            assert inner.token > outer.token
+    first = lock.acquire()
+    clear("stock:7")
+    with pytest.raises(LockLost):
+        first.check()
+    with lock as second:
+        assert second.token > first.token
+    # The release of the first hold still raises LockLost.
+    with pytest.raises(LockLost):
+        first.release()
