@@ -447,11 +447,17 @@ def until():
 
 
 @pytest.fixture
-def in_queue(until):
+def waiting():
+    """Return a function that returns the number of waiters of a key."""
+    return lambda key, using="default": backends[using].waiting(key)
+
+
+@pytest.fixture
+def in_queue(until, waiting):
     """Return a function that waits until a key has that number of waiters."""
 
     def wait(number, key="stock:7"):
-        until(lambda: backends["default"].waiting(key) == number)
+        until(lambda: waiting(key) == number)
 
     return wait
 

@@ -171,6 +171,22 @@ def test_internals_are_imported_in_one_place():
     assert found == set()
 
 
+def test_no_code_uses_a_clock_that_a_test_can_stop():
+    """All code of the package measures time with ``dlocks.runtime.clock``."""
+    stoppable = re.compile(
+        r"time\.(monotonic|perf_counter)|import .*\b(monotonic|perf_counter)\b"
+        r"|asyncio\.(sleep\((?!0\))|timeout\(|wait_for\()|timeout=[^)]*return_when|loop\.time\("
+    )
+    found = [
+        f"{path.relative_to(PACKAGE)}: {line.strip()}"
+        for path in sorted((PACKAGE / "runtime").rglob("*.py"))
+        if path != PACKAGE / "runtime" / "clock.py"
+        for line in path.read_text().splitlines()
+        if stoppable.search(line)
+    ]
+    assert found == []
+
+
 def test_no_phrase_of_the_old_style_returns():
     """Code, tests and documentation are written in plain English."""
     paths = [

@@ -35,7 +35,10 @@ def row(key):
 
 
 def await_renewal(hold):
-    """Return when the lease of a hold has been renewed once more."""
+    """Wait until the lease of a hold is renewed once more.
+
+    Return the seconds that were left before.
+    """
     lowest = hold.remaining
 
     def has_grown():
@@ -45,6 +48,7 @@ def await_renewal(hold):
         return left > lowest + 0.1
 
     eventually(has_grown, 30)
+    return lowest
 
 
 def queued(key):

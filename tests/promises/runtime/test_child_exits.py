@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from dlocks import LeaderElection
+from dlocks.models import HoldRecord, ResourceLock
 from tests.celery_app import application
-from tests.internals import HoldRecord, ResourceLock
 from tests.timing import eventually
 
 pytestmark = [

@@ -13,29 +13,13 @@ import time
 import pytest
 from django.core.management import call_command
 from django.db import connection, transaction
-from hypothesis import given, note, settings
-from hypothesis import strategies as st
 from pytest_django.asserts import assertContains, assertNotContains
 
 from dlocks import LockDeadlock, LockLost, LockTimeout, db_lock, db_semaphore
+from dlocks.backends.database import PessimisticBackend
+from dlocks.models import LockClaim
 from tests import jobs
 from tests.for_each import for_each
-from tests.internals import (
-    UNLIMITED,
-    Claim,
-    HeldKey,
-    LockClaim,
-    PessimisticBackend,
-    Waiter,
-    Waiters,
-    WaitGraph,
-    WaitingClaim,
-    backends,
-    callers,
-    disconnect,
-    keeper,
-    waiters_of,
-)
 from tests.timing import in_time
 from tests.volume import volume
 
@@ -53,23 +37,26 @@ BOTH = ["default", "session"] if connection.vendor == "postgresql" else ["sessio
 
 @pytest.fixture(autouse=True)
 def nothing_left(transactional_db, has_failed):
-    """Check after each test that no claim is left, and close all lock sessions."""
+    """Check after each test that no claim is left."""
     yield
     if not has_failed():
         assert not LockClaim.objects.values_list("key_resource", "holder", "version")
-    if "session" in list(backends):
-        disconnect(backends["session"])
-
-
-def queued(using="default", keys="abcdky"):
-    """Return the number of waiters of all processes."""
-    if using == "session":
-        return sum(map(backends["session"].waiting, keys))
-    return LockClaim.objects.filter(version__isnull=True).count()
 
 
 @pytest.fixture
-def nested(workers, until):
+def queued(waiting):
+    """Return a function that returns the number of waiters of all processes."""
+
+    def count(using="default", keys="abcdky"):
+        if using == "session":
+            return sum(waiting(key, "session") for key in keys)
+        return LockClaim.objects.filter(version__isnull=True).count()
+
+    return count
+
+
+@pytest.fixture
+def nested(workers, until, queued):
     """Return a function that lets processes nest keys, one after the other.
 
     Each process holds its first key before any of them asks for its second. They join
@@ -180,7 +167,7 @@ def test_transactions_deadlock_with_each_other_and_leases(nested, workers):
 
 
 @for_each("using", BOTH)
-def test_a_reader_behind_a_writer_is_part_of_a_deadlock(workers, until, using):
+def test_a_reader_behind_a_writer_is_part_of_a_deadlock(workers, until, using, queued):
     """It waits for all readers, because the writer ahead of it does."""
     reader, other, writer = workers(3)
     reader.start(jobs.nest, ("k", "read"), "y", using=using)
@@ -256,7 +243,9 @@ async def test_tasks_that_wait_for_each_other_are_told(using):
 
 @SERVERS
 @for_each("using", BOTH)
-def test_an_expired_hold_is_no_part_of_a_deadlock(workers, threads, until, using):
+def test_an_expired_hold_is_no_part_of_a_deadlock(
+    workers, threads, until, using, queued
+):
     """Its key is about to be granted, although its caller still waits."""
     (other,) = workers(1)
     other.start(jobs.nest, "b", "a", using=using)
@@ -275,60 +264,6 @@ def test_an_expired_hold_is_no_part_of_a_deadlock(workers, threads, until, using
         loser.join(30)
 
 
-def waits(position, own, wanted, *, waited=3.0, silent=0.1):
-    """Return the claim of a caller that holds one key and waits for another."""
-    return WaitingClaim(
-        position=position,
-        owner=f"{own} waits",
-        holder=f"{own} holds",
-        owner_ip=None,
-        key=wanted,
-        waited=waited,
-        silent=silent,
-        holding=(HeldKey(own, f"{own} holds"),),
-        permits=UNLIMITED,
-        needs_all=True,
-        held_by=f"{wanted} holds",
-        shared_by=(),
-    )
-
-
-@pytest.mark.front
-def test_the_last_caller_behind_a_deadlock_is_not_refused():
-    """It arrived before the deadlock was noticed, and will be served after it.
-
-    A process that died is no part of it either. It seems to wait, but has sent no
-    heartbeat since the cycle was complete.
-    """
-
-    def victims(*claims):
-        return set(WaitGraph(claims).victims())
-
-    first, second = waits(1, "a", "b"), waits(2, "b", "a", waited=1.5)
-    assert victims(first, second, waits(3, "c", "a")) == {"b waits"}
-    assert victims(waits(1, "a", "b", silent=1.0), second) == {"b waits"}
-    assert victims(waits(1, "a", "b", silent=2.0), second) == set()
-
-
-@pytest.mark.front
-def test_a_deadlock_is_reported_only_if_it_lasts(monkeypatch):
-    """A key may be granted while the queue is read, and the cycle is none then."""
-    backend = PessimisticBackend("default")
-    cycle = [waits(1, "a", "b"), waits(2, "b", "a")]
-    seen = iter([cycle, [], cycle, cycle])
-    monkeypatch.setattr(backend.inspector, "waiting_claims", lambda: next(seen))
-    waiters, woken = Waiters(backend), []
-    waiter = Waiter(Claim(key="a", ttl=30.0, owner="b waits"), lambda: woken.append(1))
-    waiters._waiters[waiter.claim.owner] = waiter
-    reported = []
-    for _ in range(4):
-        waiter.check_at = 0.0
-        waiters._find_deadlocks()
-        reported.append(bool(waiter.deadlock))
-    assert reported == [False, False, False, True]
-    assert woken == [1]
-
-
 @pytest.mark.parametrize(
     ("using", "how"),
     [
@@ -336,23 +271,21 @@ def test_a_deadlock_is_reported_only_if_it_lasts(monkeypatch):
         ("default", "switched off"),
         ("session", "found"),
         ("session", "switched off"),
-        pytest.param("session", "the server shows no statements", marks=SERVERS),
     ],
 )
-def test_deadlocks_are_found_unless_detection_is_off(threads, monkeypatch, using, how):
+def test_deadlocks_are_found_unless_detection_is_off(threads, settings, using, how):
     """Otherwise the callers wait for their timeouts.
 
     A prefix that is known only in the calling threads is no obstacle.
     """
     tenant, both = threading.local(), threading.Barrier(2)
-    monkeypatch.setattr(backends[using], "_prefix", lambda: tenant.name)
+    options = {"prefix": lambda: tenant.name}
     if how == "switched off":
-        monkeypatch.setattr(backends[using], "deadlock_after", None)
-    elif how != "found":
-        kind = backends["session"]._kind
-        refused = {**kind.statements, "comments": "SELECT no_such_column"}
-        monkeypatch.setattr(kind, "statements", refused)
-        monkeypatch.setattr(kind, "begin", lambda self, begin=kind.begin: begin(self))
+        options["deadlock_after"] = None
+    settings.DLOCKS = {
+        **settings.DLOCKS,
+        using: {**settings.DLOCKS[using], "OPTIONS": options},
+    }
 
     def nest(first, second, timeout):
         tenant.name = "acme:"
@@ -377,29 +310,35 @@ def test_deadlocks_are_found_unless_detection_is_off(threads, monkeypatch, using
     assert outcomes == (["['a', 'b']", "both"] if how == "found" else ["both", "late"])
 
 
-@pytest.mark.front
-def test_a_wrong_deadlock_after_is_refused():
-    for value, kind in (("soon", TypeError), (-1, ValueError)):
-        with pytest.raises(kind, match="deadlock_after"):
-            PessimisticBackend("default", deadlock_after=value)
+class Looking(PessimisticBackend):
+    """A backend that records when it looks for deadlocks, and its heartbeats."""
+
+    looks: list[float]
+    heartbeats: list[int]
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        read = self.inspector.waiting_claims
+        self.inspector.waiting_claims = lambda: (
+            self.looks.append(time.monotonic()) or read()
+        )
+
+    def poll(self, claims, *, heartbeat=True):
+        self.heartbeats.append(heartbeat)
+        return super().poll(claims, heartbeat=heartbeat)
 
 
 @pytest.mark.front
 def test_an_impatient_process_does_not_look_all_the_time(
-    monkeypatch, in_queue, threads, until
+    settings, in_queue, threads, until
 ):
     """With ``deadlock_after=0`` it looks at once, and then ten times a second.
 
     No statement looks for deadlocks while only callers wait that hold nothing.
     """
-    looks, backend = [], backends["default"]
-    read = backend.inspector.waiting_claims
-    monkeypatch.setattr(
-        backend.inspector,
-        "waiting_claims",
-        lambda: looks.append(time.monotonic()) or read(),
-    )
-    monkeypatch.setattr(backend, "deadlock_after", 0.0)
+    looks, heartbeats = Looking.looks, Looking.heartbeats = [], []
+    impatient = {"BACKEND": f"{__name__}.Looking", "OPTIONS": {"deadlock_after": 0.0}}
+    settings.DLOCKS = {"default": impatient}
 
     def nest():
         with db_lock("a"), db_lock("stock:7", timeout=30):
@@ -408,10 +347,7 @@ def test_an_impatient_process_does_not_look_all_the_time(
     with db_lock("stock:7"):
         waiter = threads(lambda: db_lock("stock:7", timeout=30).acquire().release())
         in_queue(1)
-        # Two heartbeats of the waiter are sent.
-        (one,) = waiters_of(backend)._waiters.values()
-        first = one.poll_at
-        until(lambda: one.poll_at >= first + 1)
+        until(lambda: heartbeats.count(True) >= 3)
         assert not looks
         nesting = threads(nest)
         in_queue(2)
@@ -480,7 +416,7 @@ def test_the_admin_shows_who_waits_for_whom(chain, admin_client):
 
 @SERVERS
 @for_each("jobs_", [("nest_behind", "nest"), ("nest_behind",) * 2])
-def test_waiters_behind_others_of_their_process_deadlock(workers, until, jobs_):
+def test_waiters_behind_others_of_their_process_deadlock(workers, until, jobs_, queued):
     """Only the first waiter of a key and process waits in the engine's queue."""
     started = workers(2)
     for worker, job, keys in zip(started, jobs_, ["ab", "ba"], strict=True):
@@ -495,7 +431,7 @@ def test_waiters_behind_others_of_their_process_deadlock(workers, until, jobs_):
 
 @SERVERS
 @for_each("block", [contextlib.nullcontext, transaction.atomic])
-def test_the_newest_of_many_session_locks_deadlocks(threads, workers, until, block):
+def test_the_newest_of_many_session_locks_deadlocks(threads, workers, block):
     """The server shows only the beginning of a long statement.
 
     This also holds in a transaction, whose caller waits for a lease.
@@ -522,34 +458,15 @@ def test_the_newest_of_many_session_locks_deadlocks(threads, workers, until, blo
     outcomes.append(other.hear())
     thread.join(30)
     assert one_is_refused(outcomes)
-    # After a rollback, the keeper releases leases that were left in the transaction.
-    until(lambda: not keeper.holds)
-
-
-@pytest.mark.engine("postgresql")
-def test_the_newest_keys_of_a_transaction_are_shown_to_others():
-    """Other processes see a part of many keys, and need the newest ones."""
-    names = [f"a long key {number}" for number in range(60)]
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(transaction.atomic())
-        for name in names:
-            stack.enter_context(db_lock(name, using="session"))
-        holding = callers.holding_of(threading.current_thread(), backends["session"])
-    assert [held.key for held in holding] == names
-
-
-def end_session_with(key):
-    """End the session that holds a key."""
-    backend = backends["session"]
-    (number,) = backend._ask_main("holders", backend._name(key))
-    with connection.cursor() as cursor:
-        end = "SELECT pg_terminate_backend(%s)" if backend._kind.shares else "KILL %s"
-        cursor.execute(end, [int(number)])
+    # After a rollback, leases that were left in the transaction are released.
+    db_lock("b", using="session", timeout=30).acquire().release()
 
 
 @SERVERS
-@for_each("how", ["released", "killed", "lost"])
-def test_a_hold_that_has_ended_is_no_part_of_a_deadlock(workers, doomed, until, how):
+@for_each("how", ["released", "killed"])
+def test_a_hold_that_has_ended_is_no_part_of_a_deadlock(
+    workers, doomed, until, how, queued
+):
     """Its caller still waits, but another one that does not wait has the key."""
     waiter, (other,) = doomed(), workers(1)
     other.start(jobs.nest, "b", "a", using="session")
@@ -566,10 +483,7 @@ def test_a_hold_that_has_ended_is_no_part_of_a_deadlock(workers, doomed, until, 
         assert queued("session", "a") == 1
         waiter.tell()
     else:
-        if how == "killed":
-            waiter.kill()
-        else:
-            end_session_with("a")
+        waiter.kill()
         with db_lock("a", using="session", timeout=5):
             other.tell()
             until(lambda: queued("session", "a") == 1)
@@ -588,187 +502,3 @@ def test_random_deadlocks_of_session_locks_end_without_timeouts(workers):
     outcomes = [one for worker in started for one in worker.hear(150)]
     assert len(outcomes) == 2 * 4 * times
     assert set(outcomes) == {"both", "LockDeadlock"}
-
-
-@SERVERS
-def test_a_waiter_that_holds_a_key_waits_in_the_engine(threads, until):
-    """Other processes can see what it holds.
-
-    It may be served before waiters of its own process that hold nothing.
-    """
-    backend, order = backends["session"], []
-
-    def take(name):
-        with db_lock("a", using="session", timeout=30):
-            order.append(name)
-            time.sleep(0.05)
-
-    def nest():
-        with db_lock("b", using="session"):
-            take("nested")
-
-    with db_lock("a", using="session"):
-        waiters = []
-        for number, wait in enumerate(
-            [lambda: take("first"), lambda: take("second"), nest, lambda: take("last")]
-        ):
-            waiters.append(threads(wait))
-            until(lambda number=number: backend.waiting("a") > number)
-        # The first one and the nested one.
-        until(lambda: backend._ask_main("waiting", backend._name("a"))[0] == 2)
-    for waiter in waiters:
-        waiter.join(30)
-    assert order == ["first", "nested", "second", "last"]
-
-
-@SERVERS
-def test_waits_without_a_held_key_send_no_more_to_the_server(
-    monkeypatch, threads, until
-):
-    backend, sent = backends["session"], []
-    row = backend._kind.first_row
-    monkeypatch.setattr(
-        backend._kind, "first_row", lambda *args: sent.append(args[1]) or row(*args)
-    )
-    with db_lock("a", using="session"):
-        waiter = threads(lambda: db_lock("a", using="session").acquire().release())
-        until(lambda: backend.waiting("a") == 1)
-        wait_for_looks()
-    waiter.join(30)
-    assert any("31536000" in sql or "pg_advisory_lock(" in sql for sql in sent)
-    assert not [sql for sql in sent if "/*" in sql]
-
-
-@SERVERS
-def test_a_comment_of_another_version_is_skipped(monkeypatch):
-    """Old and new processes run side by side during a deployment."""
-    backend = backends["session"]
-    texts = json.dumps(
-        ["SELECT 1 /*dlocks [1]*/", "SELECT 1 /*dlocks {*/", "/*dlocks 2*/"]
-    )
-    monkeypatch.setattr(backend, "_ask_main", lambda statement, value: (texts,))
-    assert list(backend.inspector.waiting_claims()) == []
-
-
-class Model:
-    """A few callers and keys, whose queues are served until nothing moves."""
-
-    def __init__(self, draw):
-        self.permits = {key: draw(st.sampled_from([1, 2, UNLIMITED])) for key in "xyz"}
-        callers = [f"caller {number}" for number in range(draw(st.integers(2, 5)))]
-        # The holders of each key and whether it is shared, and the queue of each key.
-        self.shared = {key: draw(st.booleans()) for key in "xyz"}
-        self.holders, self.queues, self.positions = {}, {key: [] for key in "xyz"}, {}
-        for key in "xyz":
-            most = min(self.permits[key], 3) if self.shared[key] else 1
-            found = draw(st.lists(st.sampled_from(callers), max_size=most))
-            self.holders[key] = set(found)
-        for position, caller in enumerate(draw(st.permutations(callers))):
-            key, shared = draw(st.sampled_from([*"xyz", None])), draw(st.booleans())
-            mine = key is not None and caller in self.holders[key]
-            if key is None or (mine and not (shared and self.shared[key])):
-                continue
-            self.queues[key].append((caller, shared))
-            self.positions[caller] = position
-        self.admit()
-
-    @property
-    def waiting(self):
-        return {caller for queue in self.queues.values() for caller, _ in queue}
-
-    def admit(self):
-        for key, queue in self.queues.items():
-            while queue:
-                caller, shared = queue[0]
-                holders = self.holders[key]
-                room = shared and self.shared[key] and len(holders) < self.permits[key]
-                if holders and not room:
-                    break
-                if caller in holders:
-                    # A second permit. The model counts callers.
-                    holders.add(f"{caller} again")
-                holders.add(caller)
-                self.shared[key] = shared
-                queue.pop(0)
-
-    def finish(self, callers):
-        for key in "xyz":
-            self.holders[key] -= {*callers, *(f"{one} again" for one in callers)}
-            queue = self.queues[key]
-            self.queues[key] = [one for one in queue if one[0] not in callers]
-
-    def run(self):
-        """Let all callers that do not wait finish, until nothing moves."""
-        while True:
-            holders = {
-                one.removesuffix(" again") for key in "xyz" for one in self.holders[key]
-            }
-            if not (done := holders - self.waiting):
-                return
-            self.finish(done)
-            self.admit()
-
-    def claims(self):
-        for key, queue in self.queues.items():
-            for number, (caller, shared) in enumerate(queue):
-                holding = tuple(
-                    HeldKey(held, f"{held} of {one}")
-                    for held in "xyz"
-                    for one in sorted(self.holders[held])
-                    if one.removesuffix(" again") == caller
-                )
-                if not holding:
-                    continue
-                owners = tuple(f"{key} of {one}" for one in sorted(self.holders[key]))
-                yield WaitingClaim(
-                    position=self.positions[caller],
-                    owner=caller,
-                    holder=caller,
-                    owner_ip=None,
-                    key=key,
-                    waited=1.0,
-                    silent=0.5,
-                    holding=holding,
-                    permits=self.permits[key],
-                    needs_all=not shared or any(not one for _, one in queue[:number]),
-                    held_by=None if self.shared[key] else next(iter(owners), None),
-                    shared_by=owners if self.shared[key] else (),
-                )
-
-
-@pytest.mark.front
-@pytest.mark.once
-def test_a_full_semaphore_can_be_part_of_a_deadlock():
-    """Two callers hold all permits, and wait for the caller that wants one."""
-    first, second, third = (f"caller {number}" for number in range(3))
-    permits, shared, waits = [2, 1, 1], [True, False, False], ["y", False] * 2
-    holders = [[first, second], [third], []]
-    drawn = iter(
-        [*permits, 3, *shared, *holders, [first, second, third], *waits, "x", True]
-    )
-    model = Model(lambda _: next(drawn))
-    assert WaitGraph(list(model.claims())).victims().keys() == {third}
-
-
-@pytest.mark.front
-@pytest.mark.once
-@settings(max_examples=volume(150), deadline=None)
-@given(st.data())
-def test_victims_are_found_exactly_when_nothing_moves(data):
-    """Refusing the victims lets all other callers finish."""
-    model = Model(data.draw)
-    for _ in range(6):
-        victims = WaitGraph(list(model.claims())).victims()
-        note(f"{victims} in {vars(model)}")
-        model.run()
-        assert bool(victims) == bool(model.waiting)
-        for owner, cycle in victims.items():
-            members = {claim.owner for claim in cycle}
-            assert members <= model.waiting
-            assert cycle[-1].owner == owner
-            assert cycle[-1].position == max(claim.position for claim in cycle)
-        if not victims:
-            break
-        model.finish(set(victims))
-        model.admit()
-    assert not model.waiting

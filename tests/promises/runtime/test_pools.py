@@ -10,7 +10,6 @@ from django.db import connection
 
 from dlocks import db_lock
 from tests import jobs
-from tests.internals import backends
 from tests.models import Counter
 from tests.site import Site
 from tests.volume import volume
@@ -111,7 +110,7 @@ def test_more_threads_than_pooled_connections_take_turns(pooled, doomed):
     assert process.call(jobs.release_all) == ["released"]
 
 
-def test_a_lease_needs_no_second_connection_of_the_pool(pooled, until):
+def test_a_lease_needs_no_second_connection_of_the_pool(pooled, in_queue):
     """Background threads have their own connections, whatever the engine's name."""
     engines = [None]
     if connection.vendor == "postgresql":
@@ -121,7 +120,7 @@ def test_a_lease_needs_no_second_connection_of_the_pool(pooled, until):
         assert process.call(jobs.lease_in_a_transaction, "stock:7") == 1, engine
         with db_lock("stock:7"):
             process.start(jobs.wait_quietly, "stock:7")
-            until(lambda: backends["default"].waiting("stock:7") == 1)
+            in_queue(1)
         assert process.hear()
 
 

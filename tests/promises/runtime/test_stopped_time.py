@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import threading
 import time
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 
 import freezegun
 import pytest
@@ -19,7 +17,6 @@ from dlocks import LockLost, LockTimeout, StaleVersion, db_lock, resume_hold
 from dlocks.optimistic import retry_on_conflict
 from tests import jobs
 from tests.for_each import for_each
-from tests.internals import clock
 
 pytestmark = [
     # Waits have no SQL of their own. The loop of a session lock is another one.
@@ -127,22 +124,3 @@ async def test_a_coroutine_is_retried_while_the_clock_is_stopped():
     with freeze(), lasting(0):
         await write()
     assert len(attempts) == 3
-
-
-@pytest.mark.front
-def test_no_code_uses_a_clock_that_a_test_can_stop():
-    """All code of the package measures time with ``dlocks.runtime.clock``."""
-    stoppable = re.compile(
-        r"time\.(monotonic|perf_counter)|import .*\b(monotonic|perf_counter)\b"
-        r"|asyncio\.(sleep\((?!0\))|timeout\(|wait_for\()|timeout=[^)]*return_when|loop\.time\("
-    )
-    package = Path(clock.__file__).parent
-    found = [
-        f"{path.relative_to(package)}: {line.strip()}"
-        for path in sorted(package.rglob("*.py"))
-        # The last two do not run under a project's stopped clock.
-        if path != package / "clock.py" and not {"bench", "testing"} & set(path.parts)
-        for line in path.read_text().splitlines()
-        if stoppable.search(line)
-    ]
-    assert found == []
