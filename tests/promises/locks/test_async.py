@@ -622,23 +622,6 @@ async def leave_tasks_behind():
 
 
 @pytest.mark.front
-async def test_an_abandoned_async_generator_releases():
-    """The end of the generator runs in a task that asyncio creates."""
-    lock = db_lock("stock:7", using="memory")
-
-    async def rows():
-        async with lock:
-            yield 1
-            yield 2
-
-    async for _ in rows():
-        break
-    async with asyncio.timeout(5):
-        while await lock.alocked():
-            await asyncio.sleep(0.01)
-
-
-@pytest.mark.front
 async def test_an_abandoned_generator_releases_next_to_other_blocks():
     """Each end releases one permit, and a task may close generators in any order."""
     permits = db_semaphore("downloads", 2, timeout=5)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import signal
 import threading
 import time
 
@@ -189,32 +188,6 @@ def test_an_interrupt_of_a_resumption_leaves_the_key_usable(interrupt, is_free):
 
 
 # Real signals.
-
-
-@pytest.mark.engine("postgresql", "mariadb")
-def test_a_real_ctrl_c_while_waiting_leaves_nothing(is_free):
-    """A signal arrives at many moments of waiting and of statements."""
-    lock = db_lock("stock:7", timeout=None)
-    main = threading.main_thread().ident
-    for number in range(15):
-        timer = threading.Timer(
-            0.001 + number * 0.001, signal.pthread_kill, [main, signal.SIGINT]
-        )
-        hold = None
-        # Continue a little longer, because the signal is handled after the timer has
-        # sent it.
-        more = 3
-        with contextlib.suppress(KeyboardInterrupt):
-            timer.start()
-            while timer.is_alive() or more:
-                more -= not timer.is_alive()
-                hold = lock.acquire()
-                hold.release()
-                hold = None
-        timer.join()
-        if hold is not None:
-            hold.release()
-        assert is_free()
 
 
 @for_each(

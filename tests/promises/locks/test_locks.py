@@ -30,7 +30,6 @@ from dlocks import (
     LockStale,
     LockTimeout,
     db_lock,
-    db_semaphore,
     lock_acquired,
     lock_lost,
     lock_released,
@@ -512,17 +511,6 @@ def test_a_block_never_releases_another_caller_s_hold(in_block, threads):
     over.set()
     other.join(30)
     assert other.results == [True]
-
-
-@pytest.mark.front
-def test_an_ambiguous_exit_in_another_thread_raises(in_other_thread):
-    lock = db_semaphore("stock:7", 2, reentrant=False)
-    holds = [lock.__enter__(), lock.__enter__()]
-    with pytest.raises(RuntimeError, match="in the thread or task in which it began"):
-        in_other_thread(lock.__exit__, None, None, None)
-    lock.__exit__(None, None, None)
-    lock.__exit__(None, None, None)
-    assert not any(hold.held for hold in holds)
 
 
 # Stale keys.

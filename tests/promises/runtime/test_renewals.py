@@ -522,23 +522,3 @@ def test_a_loss_is_reported_if_no_thread_can_be_started(monkeypatch, until):
     assert lost is hold
     # The connection that was opened for it in a permanent thread is closed.
     until(lambda: not any(one.connection for one in connected))
-
-
-def test_a_lost_hold_raises_once_and_is_then_acquired_again():
-    """A loop that acquires by hand gets a new hold after LockLost."""
-    lock = db_lock("stock:7", renew=False, ttl=600)
-    with pytest.raises(LockLost), lock as outer:
-        clear("stock:7")
-        with pytest.raises(LockLost):
-            lock.acquire()
-        with lock as inner:
-            assert inner.token > outer.token
-    first = lock.acquire()
-    clear("stock:7")
-    with pytest.raises(LockLost):
-        first.check()
-    with lock as second:
-        assert second.token > first.token
-    # The release of the first hold still raises LockLost.
-    with pytest.raises(LockLost):
-        first.release()
