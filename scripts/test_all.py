@@ -31,6 +31,8 @@ NEITHER = (
     "tests/promises/locks/test_fuzz.py",
     "tests/promises/locks/test_races.py",
     "tests/units/core/test_simulation.py",
+    "tests/units/database",
+    "tests/units/session",
     "tests/database",
     "tests/nemesis",
     "tests/project",

@@ -56,6 +56,7 @@ NEWEST_TESTS = [
     "tests/test_transactions.py",
     "tests/promises/locks/test_guard.py",
     "tests/promises/locks/test_guard_isolation.py",
+    "tests/units/database/test_guards.py",
     # The longest tests show nothing that depends on the version of a server.
     "-k",
     "not (clock or crashing or restart or server_is_down or busy_queue)",

@@ -132,7 +132,7 @@ def test_a_signal_handler_can_release_a_hold_at_any_moment(is_busy):
     try:
         for _ in range(volume(100)):
             hold = lock.acquire()
-            signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-6, 2e-4), 1e-4)
+            signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-6, 2e-4), 1e-3)
             with suppress(LockLost):
                 while hold.held:
                     hold.check()
