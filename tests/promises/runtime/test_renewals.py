@@ -465,6 +465,19 @@ def test_a_loss_is_reported_in_time_if_the_server_is_silent(silence):
             in_time(told_at[0] - max(deadline, silence.at + 1.0), 1.0)
 
 
+def test_a_hold_ends_at_its_deadline_before_its_loss_is_reported(silence, until):
+    """The reply to a renewal is awaited for a second, and nothing is certain then."""
+    # The key is released, unless the loss was reported meanwhile.
+    with (
+        contextlib.suppress(LockLost),
+        db_lock("stock:7", using="brisk", ttl=0.6) as hold,
+    ):
+        deadline = time.monotonic() + hold.remaining
+        assert silence.wait(10)
+        until(lambda: time.monotonic() > deadline)
+        assert not hold.held
+
+
 def test_a_loss_is_reported_while_other_renewals_are_running(stops, until):
     """The next renewal is due as soon as the last one ends."""
     stops.replace("renew", lambda usual, _: (time.sleep(1.1), usual())[1])
