@@ -243,7 +243,7 @@ def test_a_last_try_is_made_at_the_deadline_without_a_queue(stops, stopped_clock
 
 def test_a_renewal_is_due_after_a_third_of_the_ttl():
     """Two renewals of a lease may fail, and the next one is still in time."""
-    with db_lock("stock:7", using="memory", ttl=6) as hold:
+    with db_lock("stock:7", ttl=6) as hold:
         for _ in range(2):
             # The renewal is one second late at most.
             in_time(4 - await_renewal(hold), 1.0)
