@@ -453,6 +453,12 @@ def waiting():
 
 
 @pytest.fixture
+def all_released(until):
+    """Return a function that waits until this process holds nothing any more."""
+    return lambda: until(lambda: not keeper.holds)
+
+
+@pytest.fixture
 def in_queue(until, waiting):
     """Return a function that waits until a key has that number of waiters."""
 

@@ -431,7 +431,9 @@ def test_waiters_behind_others_of_their_process_deadlock(workers, until, jobs_, 
 
 @SERVERS
 @for_each("block", [contextlib.nullcontext, transaction.atomic])
-def test_the_newest_of_many_session_locks_deadlocks(threads, workers, block):
+def test_the_newest_of_many_session_locks_deadlocks(
+    threads, workers, block, all_released
+):
     """The server shows only the beginning of a long statement.
 
     This also holds in a transaction, whose caller waits for a lease.
@@ -459,7 +461,7 @@ def test_the_newest_of_many_session_locks_deadlocks(threads, workers, block):
     thread.join(30)
     assert one_is_refused(outcomes)
     # After a rollback, leases that were left in the transaction are released.
-    db_lock("b", using="session", timeout=30).acquire().release()
+    all_released()
 
 
 @SERVERS
