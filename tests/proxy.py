@@ -34,12 +34,14 @@ class Proxy:
         self._acceptor = threading.Thread(target=self._accept, daemon=True)
         self._acceptor.start()
 
-    def swallow(self, text: bytes, until: threading.Event | None = None) -> None:
-        """Drop the reply to the next request that contains this text.
+    def swallow(
+        self, text: bytes, until: threading.Event | None = None, times: int = 1
+    ) -> None:
+        """Drop the reply to the next requests that contain this text.
 
         The sender receives nothing until the event ``until`` is set.
         """
-        self._text = text
+        self._text, self._times = text, times
         self._until = until
         self.swallowed.clear()
         self._armed.set()
@@ -89,7 +91,9 @@ class Proxy:
         with contextlib.suppress(OSError):
             while data := client.recv(65536):
                 if self._armed.is_set() and self._text in data:
-                    self._armed.clear()
+                    self._times -= 1
+                    if self._times <= 0:
+                        self._armed.clear()
                     marked.set()
                 if self._withheld():
                     break

@@ -1,8 +1,7 @@
-"""Datagrams between processes of one host, and the polls of all others."""
+"""Datagrams between processes of one host."""
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import os
 import select
@@ -10,16 +9,13 @@ import socket
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
-from asgiref.sync import sync_to_async
 from django.db import connection
 from django.test import override_settings
 
 from dlocks import db_lock
-from tests import jobs
 from tests.internals import (
     Grant,
     LockClaim,
@@ -30,130 +26,22 @@ from tests.internals import (
     notifications,
     waiters_of,
 )
-from tests.timing import in_time, seldom
-from tests.volume import volume
+from tests.promises.database.test_notifications import hand_over
+from tests.timing import in_time
 
 pytestmark = [pytest.mark.django_db(transaction=True)]
 
 
-@pytest.fixture
-def sent(monkeypatch):
-    """Return the datagrams that this process has sent."""
-    sent, send = [], notifications.send
-    monkeypatch.setattr(
-        notifications, "send", lambda *args: sent.append(args) or send(*args)
-    )
-    return sent
-
-
-def hand_over(to, in_queue):
-    """Hand the key to a waiting process and return the seconds this takes."""
-    with db_lock("stock:7") as hold:
-        to.start(jobs.wait_quietly, "stock:7", timeout=20)
-        in_queue(1)
-    released = time.monotonic()
-    granted, token = to.hear()
-    assert token > hold.token
-    return granted - released
-
-
-def test_only_a_process_on_this_host_gets_a_datagram(workers, in_queue, sent):
+@pytest.mark.driver
+def test_only_a_process_on_this_host_gets_a_datagram(workers, in_queue, monkeypatch):
+    """A lost datagram costs a poll: the releasing process may be killed just then."""
     near, far = workers(2)
-    in_time(hand_over(near, in_queue), 0.2)
+    sent = []
+    monkeypatch.setattr(notifications, "send", lambda *args: sent.append(args))
+    in_time(hand_over(near, in_queue), 1.0)
     assert len(sent) == 1
     in_time(hand_over(far, in_queue), 1.0)
     assert len(sent) == 1
-
-
-def test_a_lost_datagram_costs_a_poll(workers, in_queue, monkeypatch):
-    """The releasing process may be killed just then."""
-    monkeypatch.setattr(notifications, "send", lambda *args: None)
-    in_time(hand_over(*workers(1), in_queue), 1.0)
-
-
-@pytest.mark.engine("mariadb", "sqlite")
-def test_another_host_is_served_within_a_poll(workers, in_queue):
-    """These databases cannot notify it, so it polls.
-
-    After the first turns, no handover takes long.
-    """
-    _, far = workers(2)
-    waits = [hand_over(far, in_queue) for _ in range(8)]
-    in_time(max(waits), 1.0)
-    in_time(sorted(waits)[3], 0.12)
-
-
-@pytest.mark.engine("postgresql", "sqlite")
-def test_a_local_message_to_a_dead_process_is_harmless(doomed, in_queue, until):
-    """Its claim is skipped in time, and the key is free again."""
-    victim = doomed()
-    with db_lock("stock:7"):
-        victim.start(jobs.wait_quietly, "stock:7", timeout=20)
-        in_queue(1)
-        victim.kill()
-    with db_lock("stock:7", timeout=10) as hold:
-        in_time(hold.waited, 4.0)
-
-
-async def test_waiters_of_a_process_are_each_notified_locally(
-    workers, threads, monkeypatch
-):
-    """Two threads and two tasks of one process wait for four keys.
-
-    Then they do without ``select.poll()``, which Windows and Eventlet lack.
-    """
-    (giver,), keys = workers(1), [f"stock:{number}" for number in range(4)]
-
-    def wait(key):
-        with db_lock(key, timeout=20):
-            return time.monotonic()
-
-    async def wait_in_a_task(key):
-        async with db_lock(key, timeout=20):
-            return time.monotonic()
-
-    def waiting():
-        return sum(map(backends["default"].waiting, keys))
-
-    for _ in range(2):
-        for key in keys:
-            await asyncio.to_thread(giver.call, jobs.acquire, key)
-        crowd = [threads(partial(wait, key)) for key in keys[:2]]
-        tasks = [asyncio.create_task(wait_in_a_task(key)) for key in keys[2:]]
-        while await sync_to_async(waiting)() < len(keys):
-            await asyncio.sleep(0.01)
-        released = time.monotonic()
-        await asyncio.to_thread(giver.call, jobs.release_all)
-        granted = await asyncio.gather(*tasks)
-        for one in crowd:
-            await asyncio.to_thread(one.join, 30)
-        for moment in (*granted, *(one.results[0] for one in crowd)):
-            in_time(moment - released, 0.2)
-        monkeypatch.delattr(select, "poll", raising=False)
-
-    def take_turns():
-        # This is often enough for statements to be prepared.
-        for _ in range(20):
-            with db_lock("stock:7"):
-                pass
-
-    await sync_to_async(take_turns)()
-
-
-@pytest.mark.driver
-def test_local_processes_hardly_poll(doomed):
-    """Four processes take many turns each, while three wait at any time.
-
-    On SQLite a notification costs a poll. Elsewhere it contains the grant.
-    """
-    crowd, turns = [doomed() for _ in range(4)], volume(15)
-    for worker in crowd:
-        worker.start(jobs.take_turns, "stock:7", times=turns)
-    looks = sum(worker.hear() for worker in crowd)
-    seldom(looks, (2 if connection.vendor == "sqlite" else 1) * len(crowd) * turns)
-
-
-# Datagrams from any program on the host.
 
 
 @pytest.mark.driver
@@ -212,9 +100,6 @@ def test_a_full_socket_does_not_block_the_sender(channel):
     in_time(time.monotonic() - began, 5)
     assert receiver.wait(0)
     assert not receiver.wait(0)
-
-
-# Detection of the same host.
 
 
 @pytest.mark.front
@@ -335,25 +220,3 @@ def test_the_option_says_whether_to_listen(channel):
     connection.close()
     with pytest.raises(TypeError, match="listen"):
         kind("default", listen="yes")
-
-
-@pytest.mark.engine("mariadb")
-def test_a_process_may_end_while_a_thread_waits(in_queue):
-    """It ends without a warning."""
-    text = (
-        "import os, threading, time\nos.environ['DJANGO_SETTINGS_MODULE'] ="
-        " 'tests.settings'\nimport django; django.setup()\nfrom dlocks import"
-        " db_lock\nfrom dlocks.conf import backends\nfrom django.db import"
-        " connection\nthreading.Thread(target=db_lock('stock:7', timeout=60).acquire,"
-        " daemon=True).start()\nwhile not backends['default'].waiting('stock:7'):"
-        " time.sleep(0.01)\ntime.sleep(0.2)\nconnection.close()\n"
-    )
-    with db_lock("stock:7"):
-        ended = subprocess.run(
-            [sys.executable, "-X", "dev", "-W", "error", "-c", text],
-            capture_output=True,
-            timeout=60,
-        )
-    assert (ended.returncode, ended.stdout) == (0, b"")
-    assert b"Error" not in ended.stderr, ended.stderr
-    assert b"Warning" not in ended.stderr, ended.stderr

@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import re
-import sys
 import time
 
 import pytest
 from django.db import connection, transaction
+from django.test import override_settings
 from django.test.utils import CaptureQueriesContext
 
 from dlocks import db_lock
-from tests.internals import (
-    Claim,
-    History,
-    Log,
-    ResourceLock,
-    backends,
-    keeper,
-    signals,
+from dlocks.backends.database import (
+    InsertBackend,
+    OptimisticBackend,
+    PessimisticBackend,
 )
+from dlocks.models import ResourceLock
+from dlocks.values import Claim
 from tests.rows import PAST
 from tests.volume import volume
 
 pytestmark = pytest.mark.django_db(transaction=True)
+
+FAMILY = {
+    "default": PessimisticBackend,
+    "optimistic": OptimisticBackend,
+    "insert": InsertBackend,
+}
 
 
 def statements(work):
@@ -32,18 +36,19 @@ def statements(work):
     return [query["sql"] for query in queries], result
 
 
-def test_each_operation_is_one_statement():
+def statements_of_a_new_process(work, settings):
+    """Forget what this process knows of rows, and return the statements."""
+    with override_settings(DLOCKS=dict(settings.DLOCKS)):
+        return statements(work)
+
+
+def test_each_operation_is_one_statement(settings):
     """Each operation on an existing key is one statement, also in a transaction.
 
     In a transaction, PostgreSQL adds a savepoint, because a row that another caller has
     just acquired must not stay locked. An optimistic process reads an unknown key
-    first. One statement renews many claims.
+    first.
     """
-    backend = backends["default"]
-    claims = [Claim(key=f"many:{number}", ttl=30) for number in range(100)]
-    assert all(backend.acquire(claim) for claim in claims)
-    renewing, renewed = statements(lambda: backend.renew(claims))
-    assert (len(renewing), len(renewed)) == (1, 100)
     for using in "default", "optimistic":
         lock = db_lock("stock:7", using=using)
         with lock:
@@ -59,57 +64,25 @@ def test_each_operation_is_one_statement():
         of_lock = [sql for sql in acquiring if "SAVEPOINT" not in sql]
         assert [len(of_lock), len(releasing)] == [1, 1], (acquiring, releasing)
         assert len(acquiring) == (3 if connection.vendor == "postgresql" else 1)
-    backends["optimistic"]._versions.clear()
-    acquiring, hold = statements(db_lock("stock:7", using="optimistic").acquire)
+    acquiring, hold = statements_of_a_new_process(lock.acquire, settings)
     assert len(acquiring) == 2
     assert acquiring[0].startswith("SELECT")
     hold.release()
 
 
-@pytest.mark.engine("sqlite")
-def test_a_lock_costs_about_a_hundred_python_calls(monkeypatch):
-    """A lock costs about a hundred Python calls, without those of its backend.
-
-    It raises no exception of its own. The access to Django's connections is not
-    counted: it depends on their number, and asgiref raises an exception for each.
-
-    With a server, each call costs several times as much, because the processor caches
-    are cold after the wait.
-    """
-    # OpenTelemetry is not counted, if it is installed.
-    monkeypatch.setattr(
-        signals,
-        "watchers",
-        [one for one in signals.watchers if isinstance(one, (Log, History))],
-    )
-    lock = db_lock("stock:7", using="dummy")
-    with lock:
-        pass
-    # The keeper waits for an earlier renewal, so the lock need not wake it.
-    earlier = db_lock("earlier", using="dummy").acquire()
-    keeper.catch_up()
-    calls, errors = [], []
-
-    def watch(frame, event, argument):
-        frame.f_trace_lines = False
-        if re.search("asgiref|django/utils/connection", frame.f_code.co_filename):
-            return watch
-        if event == "call":
-            calls.append(frame.f_code.co_qualname)
-        elif event == "exception":
-            errors.append((frame.f_code.co_qualname, argument[0]))
-        return watch
-
-    before = sys.gettrace()
-    sys.settrace(watch)
-    try:
+def test_a_key_without_waiters_costs_one_statement_again(in_queue, threads):
+    for using in ("default", "optimistic"):
+        key = f"stock {using}"
+        lock = db_lock(key, using=using)
+        with lock:
+            thread = threads(lambda lock=lock: lock.acquire().release())
+            in_queue(1, key)
+        thread.join(30)
         with lock:
             pass
-    finally:
-        sys.settrace(before)
-        earlier.release()
-    assert not errors
-    assert len(calls) <= 110, (len(calls), calls)
+        acquiring, hold = statements(lock.acquire)
+        releasing, _ = statements(hold.release)
+        assert [len(acquiring), len(releasing)] == [1, 1], (using, acquiring, releasing)
 
 
 def test_waiting_optimistically_only_reads(in_other_thread):
@@ -123,6 +96,9 @@ def test_waiting_optimistically_only_reads(in_other_thread):
 
         in_other_thread(lambda: db_lock("stock:7", using="optimistic").try_acquire())
         assert set(in_other_thread(wait)) == {"SELECT"}
+
+
+# The table.
 
 
 @pytest.fixture
@@ -193,21 +169,19 @@ def test_the_table_stays_small_after_100000_holds():
         assert sizes[-1] < 1_000_000, (using, sizes)
 
 
-def test_query_plans_use_the_primary_key_among_a_million_rows(million_rows):
+def test_query_plans_use_the_primary_key_among_a_million_rows(million_rows, settings):
     """EXPLAIN names the primary key for every statement and shows no other scan.
 
     The table has a million rows on PostgreSQL, whose plans depend on the size most, and
     thousands of rows elsewhere.
     """
-    for using in ("default", "optimistic", "insert"):
-        sent = statements_of_one_key(using)
+    for using in FAMILY:
+        sent = statements_of_one_key(using, settings)
         assert len(sent) >= 8
         for sql in sent:
             plan = explain(sql)
             assert scans_only_by_primary_key(plan), f"{sql}\n{plan}"
-    sent = statements_of_several_keys()
-    assert len(sent) == 4
-    for sql in sent:
+    for sql in statements_of_several_keys():
         plan = explain(sql)
         if connection.vendor == "sqlite":
             scans = [row for row in plan if row[3].startswith("SCAN dlocks")]
@@ -216,23 +190,23 @@ def test_query_plans_use_the_primary_key_among_a_million_rows(million_rows):
             assert scans_only_by_primary_key(plan), f"{sql}\n{plan}"
 
 
-def statements_of_one_key(using):
+def statements_of_one_key(using, settings):
     lock = db_lock("stock:7", using=using)
-    with lock:
-        pass
-    with CaptureQueriesContext(connection) as queries:
+
+    def work():
         with lock as hold, lock:
             hold.renew()
             lock.holder()
-        if using == "optimistic":
-            backends[using]._versions.clear()
         with transaction.atomic(), lock:
             pass
-        backends[using].clear("stock:7", 1)
-        backends[using].renew(
-            [Claim(key=f"number:{number}", ttl=1) for number in range(100)]
-        )
-    sent = [query["sql"] for query in queries]
+
+    with lock:
+        pass
+    sent, _ = statements_of_a_new_process(work, settings)
+    backend = FAMILY[using]("default")
+    claims = [Claim(key=f"number:{number}", ttl=1) for number in range(100)]
+    sent += statements(lambda: backend.clear("stock:7", 1))[0]
+    sent += statements(lambda: backend.renew(claims))[0]
     return [sql for sql in sent if "INSERT" not in sql and "dlocks" in sql]
 
 

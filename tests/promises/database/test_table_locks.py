@@ -14,7 +14,6 @@ from django.db import connection, transaction
 
 from dlocks import LockBackendError, db_lock, db_rwlock
 from tests import jobs
-from tests.internals import backends
 from tests.models import Place
 from tests.servers import PgBouncer
 from tests.settings import PORT
@@ -113,9 +112,8 @@ def test_a_locked_table_is_an_error_within_two_seconds():
     assert Place.objects.count() == 2 * 4
 
 
-def test_a_release_waits_for_the_end_of_a_table_lock(threads, monkeypatch):
+def test_a_release_waits_for_the_end_of_a_table_lock(threads):
     """The key is free after a migration, not only after the ttl."""
-    monkeypatch.setattr("dlocks.backends.database.watchdog.LOCK_WAIT_LIMIT", 0.1)
     for keys in ("stock:7",), ("stock:7", "stock:8"):
         acquired, release = threading.Event(), threading.Event()
 
@@ -128,7 +126,7 @@ def test_a_release_waits_for_the_end_of_a_table_lock(threads, monkeypatch):
         acquired.wait()
         with table_locked(LOCK_TABLE):
             release.set()
-            thread.join(0.8)
+            thread.join(1.7)
             assert thread.is_alive(), keys
         thread.join()
         db_lock(*keys, timeout=0).acquire().release()
@@ -147,14 +145,3 @@ def test_a_locked_table_is_an_error_behind_pgbouncer_too(doomed):
         assert asker.call(jobs.try_and_time, "stock:7")[0] == "LockTimeout"
         # A pooler that is stopped waits for its clients.
         asker.kill()
-
-
-def test_a_statement_that_is_only_slow_is_not_cancelled(monkeypatch):
-    """A commit may wait for a standby.
-
-    Only a statement that waits for a locked table is cancelled.
-    """
-    monkeypatch.setattr("dlocks.backends.database.watchdog.LOCK_WAIT_LIMIT", 0.05)
-    sleep = "pg_sleep(0.6)" if connection.vendor == "postgresql" else "SLEEP(0.6)"
-    found = backends["default"]._rows(f"SELECT {sleep}, 'dlocks_resourcelock'", {})
-    assert len(found) == 1

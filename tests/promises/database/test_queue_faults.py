@@ -202,11 +202,7 @@ def through_proxy(doomed):
     proxy.close()
 
 
-def in_queue(observer, key):
-    eventually(lambda: observer.call(jobs.line, key)[0], pause=0.02)
-
-
-def test_a_claim_joins_the_queue_once_when_its_reply_is_lost(through_proxy):
+def test_a_claim_joins_the_queue_once_when_its_reply_is_lost(through_proxy, in_queue):
     """A lost reply to a later poll costs another poll."""
     proxy, waiting, holder, observer = through_proxy
     for key in USING:
@@ -214,7 +210,7 @@ def test_a_claim_joins_the_queue_once_when_its_reply_is_lost(through_proxy):
         token = holder.call(jobs.acquire, key, using=key)
         proxy.swallow(b" INTO ")
         waiting.start(jobs.wait_quietly, key, using=key, timeout=20)
-        in_queue(observer, key)
+        in_queue(1, key)
         assert proxy.swallowed.wait(10), key
         assert observer.call(jobs.waiters, key) in {(1, 1), (1, 0)}
         proxy.swallow(b"SELECT owner, id")
@@ -225,16 +221,23 @@ def test_a_claim_joins_the_queue_once_when_its_reply_is_lost(through_proxy):
         assert later > token, key
         assert observer.call(jobs.waiters, key) == (0, 0)
         in_time(granted - released, 1.5)
+        # A caller that never learns its position leaves the queue too.
+        assert holder.call(jobs.acquire, key, using=key) > later
+        proxy.swallow(b" INTO ")
+        assert waiting.call(jobs.acquire, key, using=key, timeout=1) == "LockTimeout"
+        assert proxy.swallowed.is_set()
+        assert observer.call(jobs.waiters, key) == (0, 0)
+        assert holder.call(jobs.release_all) == ["released"]
 
 
-def test_a_handover_with_a_lost_reply_is_a_release(through_proxy):
+def test_a_handover_with_a_lost_reply_is_a_release(through_proxy, in_queue):
     """The holder had the key alone, or shared it."""
     proxy, holder, waiting, observer = through_proxy
     for using, shared in (*((using, False) for using in USING), ("default", True)):
         key = f"release {using} {shared}"
         token = holder.call(jobs.acquire, key, using=using, shared=shared)
         waiting.start(jobs.wait_quietly, key, using=using, timeout=20)
-        in_queue(observer, key)
+        in_queue(1, key)
         proxy.swallow(
             b"taken AS" if ENGINE == "postgresql" and not shared else b"COMMIT"
         )
@@ -244,7 +247,7 @@ def test_a_handover_with_a_lost_reply_is_a_release(through_proxy):
         assert observer.call(jobs.waiters, key) == (0, 0)
 
 
-def check_delay_of_a_handover(doomed, disturb, limit):
+def check_delay_of_a_handover(doomed, in_queue, disturb, limit):
     """Check that a key is handed over in time in spite of a fault.
 
     The waiter is on the same host, then on another one. ``disturb`` causes the fault.
@@ -255,7 +258,7 @@ def check_delay_of_a_handover(doomed, disturb, limit):
         token = holder.call(jobs.acquire, "stock:7")
         before = admin.call(jobs.other_sessions)
         waiting.start(jobs.wait_quietly, "stock:7", timeout=20)
-        in_queue(admin, "stock:7")
+        in_queue(1)
         disturb(admin, before)
         assert holder.call(jobs.release_all) == ["released"]
         released = time.monotonic()
@@ -266,17 +269,17 @@ def check_delay_of_a_handover(doomed, disturb, limit):
 
 
 @TWO_SERVERS
-def test_a_waiter_polls_at_once_after_its_session_ended(doomed):
+def test_a_waiter_polls_at_once_after_its_session_ended(doomed, in_queue):
     def end_sessions(admin, before):
         assert admin.call(jobs.kill_other_sessions, but=before)
 
-    check_delay_of_a_handover(doomed, end_sessions, 0.3)
+    check_delay_of_a_handover(doomed, in_queue, end_sessions, 0.3)
 
 
-def test_a_lost_notification_costs_a_poll(doomed):
+def test_a_lost_notification_costs_a_poll(doomed, in_queue):
     """The channel of the claim is replaced by another one."""
 
     def lose_channel(admin, before):
         admin.call(jobs.write_channels, "elsewhere")
 
-    check_delay_of_a_handover(doomed, lose_channel, 1.0)
+    check_delay_of_a_handover(doomed, in_queue, lose_channel, 1.0)

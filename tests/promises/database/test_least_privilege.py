@@ -7,8 +7,8 @@ import re
 import pytest
 from django.db import connection
 
+from dlocks.models import HoldRecord, ResourceLock
 from tests import jobs, pages, rows
-from tests.internals import HoldRecord, ResourceLock
 
 pytestmark = [
     pytest.mark.engine("postgresql"),

@@ -15,8 +15,8 @@ from django.db import connection, connections
 from django.test import override_settings
 
 from dlocks import LockLost, LockStale, LockTimeout, db_lock, db_rwlock
+from dlocks.models import LockClaim, ResourceLock
 from tests import jobs
-from tests.internals import LockClaim, ResourceLock, backends
 from tests.settings import DLOCKS, ENGINE, PESSIMISTIC
 from tests.timing import in_time
 from tests.volume import volume
@@ -178,19 +178,20 @@ def test_a_lease_longer_than_the_observation_is_refused(django_assert_num_querie
         with refused():
             watched(using="quorum", ttl=TTL + 0.001).acquire()
         with pytest.raises(ImproperlyConfigured, match="'clock' or 'observed'"):
-            backends["never"]
+            db_lock("stock:7", using="never").locked()
 
 
 @pytest.mark.engine("postgresql", "mariadb")
 def test_a_locked_shared_hold_does_not_block_other_renewals(workers, until):
     (other,) = workers(1)
+    lost = []
     kept, mine = (
-        db_rwlock(key, using="watching").read().acquire()
+        db_rwlock(key, using="watching", on_lost=lost.append).read().acquire()
         for key in ("stock:7", "stock:8")
     )
     other.start(jobs.lock_claim, version=kept.token)
     assert other.hear() == "locked"
-    until(lambda: kept._state.is_over)
+    until(lambda: lost == [kept])
     time.sleep(0.5)
     mine.check()
     mine.release()
@@ -198,17 +199,6 @@ def test_a_locked_shared_hold_does_not_block_other_renewals(workers, until):
     assert other.hear() == "unlocked"
     with pytest.raises(LockLost):
         kept.release()
-
-
-def test_a_lease_that_cannot_be_written_is_not_prolonged(monkeypatch):
-    """Other processes see the row unchanged, and count from then."""
-    backend = backends["watching"]
-    for lock in watched(), db_rwlock("stock:7", using="watching").read():
-        with lock as hold, monkeypatch.context() as patch:
-            patch.setattr(backend, "_count", lambda *args, locked=None: locked())
-            left = backend.renew([hold.claim])
-            patch.undo()
-            assert left == {hold.claim.owner: 0.0}
 
 
 def test_commands_end_no_observed_lease_by_the_clock():
@@ -220,16 +210,16 @@ def test_commands_end_no_observed_lease_by_the_clock():
             "watching": {"BACKEND": PESSIMISTIC, "OPTIONS": {"expiry": "observed"}},
         }
     ):
+        watching = {"using": "watching"}
         with watched() as hold:
             ran_out()
-            backend = backends["watching"]
-            assert sum(backend.reap()) == 0
-            assert not backend.clear("stock:7", hold.token, stale_only=True)
-            message = (
-                "expired by the database's clock, but not yet by observation: force its"
-            )
-            with pytest.raises(CommandError, match=message):
-                call_command("clear_lock", "stock:7", "--yes", using="watching")
+            call_command("reap_locks", using="watching")
+            for flags, message in (
+                ([], "expired by the database's clock, but not yet by observation"),
+                (["--stale-only"], "stock:7"),
+            ):
+                with pytest.raises(CommandError, match=message):
+                    call_command("clear_lock", "stock:7", "--yes", *flags, **watching)
             hold.check()
 
 

@@ -9,8 +9,8 @@ import time
 import pytest
 
 from dlocks import db_lock
+from dlocks.backends.database import PessimisticBackend
 from tests import jobs
-from tests.internals import backends
 from tests.servers import PgBouncer
 from tests.settings import PORT
 from tests.timing import in_time
@@ -89,11 +89,19 @@ def settings(client):
     return [client.execute(f"SHOW {name}").fetchone() for name in names.split(", ")]
 
 
+def listens(pipe, **options):
+    """Return whether waiters of this process are notified by the server."""
+    backend = PessimisticBackend("default", **options)
+    listener = backend.notifier(f"dlocks_test_{os.getpid()}")
+    backend.close()
+    return listener is not None and listener.is_complete
+
+
 def test_processes_listen_only_without_the_pooler(pooled, workers):
-    assert pooled().call(jobs.listens) is False
+    assert pooled().call(listens) is False
     (direct,) = workers(1)
-    assert direct.call(jobs.listens) is True
-    assert direct.call(jobs.listens, listening=False) is False
+    assert direct.call(listens) is True
+    assert direct.call(listens, listen=False) is False
 
 
 def test_no_increment_is_lost_behind_the_pooler(pooled, tmp_path):
@@ -115,17 +123,17 @@ def test_no_increment_is_lost_behind_the_pooler(pooled, tmp_path):
         assert len(set(tokens)) == 3 * times
 
 
-def test_the_queue_keeps_its_order_behind_the_pooler(pooled, until):
+def test_the_queue_keeps_its_order_behind_the_pooler(pooled, in_queue):
     """A release, the end of a transaction and an expired lease hand over the key."""
     crowd = [pooled() for _ in range(3)]
     for worker in crowd:
         # The process has started when it replies.
         worker.call(jobs.threads)
     for using in FAMILY:
-        with db_lock("stock:7", using=using) as hold:
+        with db_lock("stock:7", using=using):
             for number, worker in enumerate(crowd):
                 worker.start(jobs.wait_quietly, "stock:7", using=using, timeout=30)
-                until(lambda number=number: hold.queue_length() == number + 1)
+                in_queue(number + 1)
         released = time.monotonic()
         answers = [worker.hear() for worker in crowd]
         assert answers == sorted(answers, key=lambda answer: answer[1])
@@ -135,7 +143,7 @@ def test_the_queue_keeps_its_order_behind_the_pooler(pooled, until):
     def wait():
         holder.hear()
         waiting.start(jobs.wait_quietly, "stock:7", timeout=30)
-        until(lambda: backends["default"].waiting("stock:7") == 1)
+        in_queue(1)
 
     for roll_back in (False, True):
         holder.start(jobs.hold_in_transaction, "stock:7", roll_back=roll_back)
@@ -148,23 +156,3 @@ def test_the_queue_keeps_its_order_behind_the_pooler(pooled, until):
     wait()
     holder.kill()
     in_time(waiting.hear()[0] - holder.killed_at, 1.0 + 0.5 + 0.7)
-
-
-def test_waiters_time_out_when_the_pooler_is_exhausted(doomed, until):
-    """No waiter can get a connection outside its transaction.
-
-    Each of them raises an error soon after its timeout.
-    """
-    with PgBouncer(int(PORT), sessions=2) as narrow, db_lock("stock:7", ttl=60):
-        crowd = [doomed(**narrow.environment) for _ in range(2)]
-        for worker in crowd:
-            worker.start(jobs.wait_in_an_open_transaction, "stock:7", timeout=1.0)
-        for worker in crowd:
-            assert worker.hear() == "open"
-        for worker in crowd:
-            worker.tell()
-        for worker in crowd:
-            error, took = worker.hear(60)
-            assert error in {"LockBackendError", "LockTimeout"}
-            in_time(took, 1.0 + 2 * 5.0 + 3.0)
-    until(lambda: backends["default"].waiting("stock:7") == 0)

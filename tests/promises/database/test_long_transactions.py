@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import re
@@ -11,29 +12,17 @@ from contextlib import ExitStack, nullcontext
 from functools import partial
 
 import pytest
+from django.core.management import CommandError, call_command
 from django.db import connection, transaction
 
 from dlocks import LockLost, LockStale, LockTimeout, db_lock, db_rwlock, db_semaphore
+from dlocks.models import LockClaim, ResourceLock
 from dlocks.testing import expire
 from tests import rows
-from tests.admin.test_admin import (
-    CLEAR,
-    FORCE,
-    LIST,
-    act,
-    clearer,
-    page,
-    releaser,
-    told,
-)
 from tests.for_each import for_each
-from tests.internals import Claim, LockClaim, ResourceLock, backends, clock
-from tests.management.test_commands import nobody_there, refused, run
 from tests.models import Counter
 from tests.settings import ENGINE
 from tests.timing import seldom
-
-__all__ = ["clearer", "nobody_there", "releaser"]
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -41,34 +30,34 @@ FAMILY = ["default", "optimistic", "insert"]
 # Seconds until a lease expires. The alias "brisk" has no grace, so an expired lease is
 # stale at once.
 TTL = 0.3
+GRACE = 0.5
 
 
 # Takeovers.
 
 
-def test_a_key_released_just_then_is_not_taken_over(
-    in_other_thread, monkeypatch, caplog
-):
+def test_a_key_released_just_then_is_not_taken_over(in_other_thread, caplog):
     """A key that is released just before it is acquired is not taken over.
 
     The row was expired when the next caller read it.
     """
     for using in FAMILY:
-        backend = backends[using]
-        hold = in_other_thread(db_lock(using, using=using).acquire)
+        released = []
+        lock = db_lock(using, using=using, renew=False)
+        hold = in_other_thread(lock.acquire)
         expire(hold)
 
-        def look_before_the_release(claim, hold=hold, look=backend._look):
-            row = look(claim)
-            if not hold._state.lease.ended:
-                assert row.stale
+        def release_after_a_look(execute, sql, *arguments, hold=hold, done=released):
+            result = execute(sql, *arguments)
+            if sql.startswith("SELECT") and not done:
+                done.append(sql)
                 in_other_thread(hold.release)
-            return row
+            return result
 
-        monkeypatch.setattr(backend, "_look", look_before_the_release)
-        with db_lock(using, using=using) as next_hold:
+        with connection.execute_wrapper(release_after_a_look), lock as next_hold:
             assert next_hold.token > hold.token
             assert not next_hold.takeover
+        assert released, using
     assert not caplog.records
 
 
@@ -179,10 +168,8 @@ def test_a_key_acquired_by_another_caller_is_lost(in_other_thread):
     """The end of the block raises if another caller has acquired the key."""
     for using in "brisk", "watching":
         with pytest.raises(LockLost, match=f"'{using}' was lost"):
-            with db_lock(using, using=using, ttl=TTL) as hold:
-                # The keeper must not be the first to write after the transaction.
-                hold._state.lease.renew_at = clock.now() + 3600
-                hold._state.lease.answered_at = clock.now() + 3600
+            # A renewal must not be the first to write after the transaction.
+            with db_lock(using, using=using, ttl=TTL, renew=False) as hold:
                 with transaction.atomic():
                     Counter.objects.create(name=using)
                     time.sleep(2 * TTL)
@@ -221,7 +208,7 @@ def guarded(threads, until):
         thread = threads(hold)
         assert inside.wait(30)
         model = ResourceLock if lock is db_lock else LockClaim
-        grace = 1.2 * backends[using].grace
+        grace = 0 if using == "brisk" else 1.2 * GRACE
         until(
             lambda: model.objects.by_clock().get(key_resource=key).seconds_left < -grace
         )
@@ -247,30 +234,21 @@ def guarded(threads, until):
         "sqlite": ["brisk", "watching"],
     }.get(ENGINE, ["brisk"]),
 )
-def test_a_key_that_a_transaction_keeps_is_busy(
-    using, guarded, until, monkeypatch, caplog
-):
+def test_a_key_that_a_transaction_keeps_is_busy(using, guarded, around, caplog):
     """With ``takeover=False``, a holder in ``hold.atomic()`` is never stale.
 
     Its key is busy for as long as the transaction lasts. A waiter polls slowly.
     """
-    finish, asked, acquire = guarded(using=using), [], backends[using].acquire
-
-    def counted(claim):
-        asked.append(claim)
-        return acquire(claim)
-
-    if using == "watching":
-        # Wait until the row has been observed long enough to count as a dead holder's.
-        watcher = Claim(key="stock:7", ttl=TTL, takeover=False)
-        until(lambda: backends[using]._look(watcher).stale)
-    monkeypatch.setattr(backends[using], "acquire", counted)
+    finish, asked = guarded(using=using), []
+    around("acquire", lambda method, claim: asked.append(claim) or method(claim))
     began = time.monotonic()
-    for timeout in (0, 1.0):
+    # The longer wait observes the row for longer than the ttl of "watching".
+    for timeout in (0, 3.0 if using == "watching" else 1.0):
         with pytest.raises(LockTimeout, match="in a transaction") as error:
             db_lock("stock:7", using=using, takeover=False, timeout=timeout).acquire()
         assert error.value.holder.in_transaction
         assert not error.value.holder.stale
+    assert asked or using in FAMILY
     seldom(len(asked), 5 + 10 * (time.monotonic() - began))
     token = finish().token
     with db_lock("stock:7", using=using, takeover=False, timeout=10) as hold:
@@ -280,20 +258,13 @@ def test_a_key_that_a_transaction_keeps_is_busy(
     assert not [one for one in caplog.records if "not released yet" not in one.message]
 
 
-def test_a_lease_that_the_commit_renews_is_not_stale(guarded, monkeypatch):
-    """With ``takeover=False``, a transaction that ends just now is no stale holder."""
-    finish, find = guarded(), type(backends["brisk"]).in_transactions
-
-    def find_after_the_end(backend, rows, *others):
-        finish()
-        return find(backend, rows, *others)
-
-    monkeypatch.setattr(type(backends["brisk"]), "in_transactions", find_after_the_end)
-    with db_lock("stock:7", using="brisk", takeover=False, timeout=30) as hold:
-        assert not hold.takeover
-
-
 # Commands and the admin show the same.
+
+
+def run(*words):
+    out = io.StringIO()
+    call_command(*words, stdout=out, no_color=True)
+    return out.getvalue()
 
 
 def listed(*flags):
@@ -342,8 +313,8 @@ def test_commands_show_that_a_transaction_keeps_a_key(lock, guarded):
         assert "in a transaction" in run("list_locks", "--waiting")
         words = ["--share", str(holder.token)]
     for flags in [words] if words else [[], ["--stale-only"]]:
-        said = refused("clear_lock", "stock:7", "--yes", *flags)
-        assert "held by an open transaction" in said
+        with pytest.raises(CommandError, match="held by an open transaction"):
+            run("clear_lock", "stock:7", "--yes", *flags)
     assert run("reap_locks", "--dry-run") == "0 stale locks would be cleared.\n"
     if connection.vendor == "sqlite":
         # There the command waits for the only writer.
@@ -353,22 +324,29 @@ def test_commands_show_that_a_transaction_keeps_a_key(lock, guarded):
     assert listed() == []
 
 
-@pytest.mark.django_db(transaction=True)
 @pytest.mark.engine("postgresql")
-def test_the_admin_shows_that_a_transaction_keeps_a_key(guarded, releaser, clearer):
+def test_the_admin_shows_that_a_transaction_keeps_a_key(guarded, admin_client):
     """The admin shows the key as held, and no action clears it.
 
     This covers the list, its filter, the page of the lock and the control room.
     """
+
+    def page(path, **query):
+        url = f"/admin/dlocks/resourcelock/{path}"
+        return admin_client.get(url, query).content.decode()
+
     guarded()
-    for path, query in ((LIST, {}), (LIST, {"state": "held"}), (f"{LIST}live/", {})):
-        assert "held, in a transaction" in page(releaser.get(path, query))
-    assert "stock:7" not in page(releaser.get(LIST, {"state": "stale"}))
-    assert "in a transaction" in page(releaser.get(f"{LIST}stock_3A7/change/"))
+    for path, query in (("", {}), ("", {"state": "held"}), ("live/", {})):
+        assert "held, in a transaction" in page(path, **query)
+    assert "stock:7" not in page("", state="stale")
+    assert "in a transaction" in page("stock_3A7/change/")
     version = str(ResourceLock.objects.get().version)
-    for client, action in ((clearer, CLEAR), (releaser, FORCE)):
-        said = told(act(client, action, "stock:7", version=version))
-        assert "held by an open transaction" in said
+    for action in "clear_stale_locks", "force_release":
+        form = {"action": action, "_selected_action": "stock:7", "version": version}
+        answer = admin_client.post(
+            "/admin/dlocks/resourcelock/", {**form, "reason": "tests"}, follow=True
+        )
+        assert "held by an open transaction" in answer.content.decode()
 
 
 @pytest.mark.engine("postgresql", "mariadb")

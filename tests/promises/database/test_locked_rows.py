@@ -1,0 +1,356 @@
+"""Rows that another transaction has locked, and processes that stop inside one."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+
+import pytest
+from django.db import connection, transaction
+from django.test.utils import CaptureQueriesContext
+
+from dlocks import db_lock, db_rwlock
+from dlocks.backends.database import PessimisticBackend
+from dlocks.models import LockClaim, ResourceLock
+from dlocks.values import Claim
+from tests import jobs
+from tests.settings import ENGINE
+from tests.timing import in_time
+
+pytestmark = [
+    pytest.mark.django_db(transaction=True),
+    pytest.mark.usefixtures("no_claim_left"),
+]
+
+# Where the strategies have the code in common, each engine tests one of them.
+ONE = {"postgresql": "default", "mariadb": "optimistic"}.get(ENGINE, "insert")
+SERVERS = pytest.mark.engine("postgresql", "mariadb", "mysql")
+# Seconds of the first lease of a waiter.
+HANDOVER_LEASE = 1.5
+
+
+def claim(key="stock:7", **options):
+    return Claim(key=key, **{"ttl": 30.0, "holder": "line", **options})
+
+
+@pytest.mark.engine("postgresql", "mariadb")
+def test_a_renewal_of_a_locked_row_is_retried_in_time(in_queue, threads, until):
+    """A hold from the queue starts with a lease of 1.5 s.
+
+    This does not depend on its ttl. The lease is renewed in time.
+    """
+    holds, checked = [], threading.Event()
+
+    def wait():
+        with db_lock("stock:7", ttl=30) as hold:
+            holds.append(hold)
+            checked.wait(30)
+            hold.check()
+            return hold.remaining
+
+    with db_lock("stock:7"):
+        thread = threads(wait)
+        in_queue(1)
+    until(lambda: holds)
+    with transaction.atomic():
+        ResourceLock.objects.select_for_update().get(pk="stock:7")
+        # A first renewal is due after a third of the lease. The row is locked by then,
+        # unless the keeper was faster.
+        until(lambda: not HANDOVER_LEASE / 2 < holds[0].remaining < HANDOVER_LEASE)
+    until(lambda: holds[0].remaining > 15 or not holds[0].held)
+    checked.set()
+    thread.join(30)
+    assert thread.results[0] > 15
+
+
+@SERVERS
+def test_a_holder_retries_until_its_locked_row_is_free(workers):
+    """Many claims that join the queue at once may lock the row in turn.
+
+    The holder may be entering again, or committing a guarded block.
+    """
+    (other,) = workers(1)
+
+    def while_locked(work):
+        other.start(jobs.lock_row, "stock:7")
+        assert other.hear() == "locked"
+        timer = threading.Timer(0.3, other.tell)
+        timer.start()
+        try:
+            work()
+        finally:
+            timer.join()
+            assert other.hear() == "unlocked"
+
+    def enter_again():
+        with db_lock("stock:7") as again:
+            assert again.token == hold.token
+
+    def guard():
+        with hold.atomic():
+            assert hold.held
+
+    with db_lock("stock:7") as hold:
+        while_locked(enter_again)
+        while_locked(guard)
+
+
+@pytest.mark.engine("postgresql", "mariadb")
+def test_a_late_release_of_a_locked_row_sends_few_statements(workers):
+    """The lease has expired, and a transaction keeps its row locked."""
+    backend, mine, waiter = PessimisticBackend("default"), claim(ttl=0.001), claim()
+    (other,) = workers(1)
+    assert backend.acquire(mine)
+    backend.enqueue(waiter)
+    other.start(jobs.lock_row, "stock:7")
+    assert other.hear() == "locked"
+    with CaptureQueriesContext(connection) as queries:
+        assert not backend.release(mine)
+    assert len(queries) < 400
+    other.tell()
+    assert other.hear() == "unlocked"
+    for one in mine, waiter:
+        backend.release(one)
+
+
+@pytest.mark.engine("postgresql", "mysql")
+def test_a_key_is_released_after_its_row_was_locked_for_seconds(
+    workers, in_queue, threads, is_busy
+):
+    """This is so with and without a waiter."""
+    (other,) = workers(1)
+    for key, seconds in ("stock:7", 5.0), ("stock:8", 0.5):
+        hold = db_lock(key).acquire()
+        if key == "stock:8":
+            waiter = threads(lambda: jobs.token_of(db_lock("stock:8")))
+            in_queue(1, key)
+        other.start(jobs.lock_row, key)
+        assert other.hear() == "locked"
+        timer = threading.Timer(seconds, other.tell)
+        timer.start()
+        try:
+            hold.release()
+        finally:
+            timer.join()
+        assert other.hear() == "unlocked"
+    waiter.join(30)
+    assert waiter.results[0] > hold.token
+    assert not is_busy("stock:7")
+
+
+@pytest.mark.engine("postgresql", "mysql")
+def test_a_claim_whose_row_is_locked_is_skipped(workers, in_queue):
+    first, second, other = workers(3)
+    hold = db_lock("stock:7").acquire()
+    first.start(jobs.wait_for, "stock:7", timeout=60)
+    in_queue(1)
+    second.start(jobs.wait_for, "stock:7", timeout=60)
+    in_queue(2)
+    other.start(jobs.lock_claim, key_resource="stock:7", version=None)
+    assert other.hear() == "locked"
+    released_at = time.monotonic()
+    hold.release()
+    assert [first.hear(), second.hear()] == ["waiting"] * 2
+    second_at, _ = second.hear(20)
+    other.tell()
+    assert other.hear() == "unlocked"
+    first_at, _ = first.hear(20)
+    assert first_at > second_at
+    # After 3 seconds without a heartbeat, the claim no longer blocks others.
+    in_time(second_at - released_at, 8.0)
+
+
+@pytest.mark.engine("postgresql", "mysql")
+def test_the_first_lease_starts_at_the_delayed_grant(workers, until):
+    """The claim's row is locked for 0.8 s when its turn comes."""
+    (other,) = workers(1)
+    backend, first, second = PessimisticBackend("default"), claim(), claim()
+    assert backend.acquire(first) is not None
+    assert backend.enqueue(second, "nobody") is not None
+    other.start(jobs.lock_claim, key_resource="stock:7", version=None)
+    assert other.hear() == "locked"
+    threading.Timer(0.8, other.tell).start()
+    assert backend.release(first)
+    left = until(
+        lambda: backend.poll([second], heartbeat=False)[second.owner].grant
+    ).lease
+    assert other.hear() == "unlocked"
+    assert backend.release(second)
+    in_time(HANDOVER_LEASE - left, 0.5)
+
+
+@SERVERS
+def test_polling_keys_locked_by_transactions_does_not_wait(workers):
+    """There may be many such keys, and no message is received meanwhile."""
+    keys = [f"stock:{number}" for number in range(6)]
+    holders = workers(len(keys))
+    for holder, key in zip(holders, keys, strict=True):
+        holder.start(jobs.hold_in_transaction, key)
+        holder.hear()
+    backend, claims = PessimisticBackend("default"), [claim(key) for key in keys]
+    for one in claims:
+        backend.enqueue(one)
+    for heard in (True, False):
+        began = time.monotonic()
+        places = backend.poll(claims, heartbeat=heard)
+        assert [places[one.owner].grant for one in claims] == [None] * len(keys)
+        in_time(time.monotonic() - began, 0.3)
+    for one in claims:
+        backend.release(one)
+    for holder in holders:
+        holder.tell()
+        holder.hear()
+
+
+@pytest.mark.engine("mariadb", "mysql")
+def test_a_handover_beside_a_heartbeat_fails_no_statement(threads, in_queue):
+    """It would keep the key locked until the process rolls it back."""
+    failed, beat, over = [], threading.Event(), threading.Event()
+    hold = db_lock("stock:7").acquire()
+    waiting = threads(lambda: jobs.token_of(db_lock("stock:7", timeout=30)))
+    in_queue(1)
+
+    def watch(execute, sql, *arguments):
+        try:
+            return execute(sql, *arguments)
+        except BaseException:
+            failed.append(sql)
+            raise
+        finally:
+            over.set()
+
+    def heartbeat():
+        with transaction.atomic():
+            LockClaim.objects.select_for_update().get()
+            beat.set()
+            over.wait(30)
+
+    other = threads(heartbeat)
+    assert beat.wait(30)
+    with connection.execute_wrapper(watch):
+        hold.release()
+    other.join(30)
+    waiting.join(30)
+    assert over.is_set()
+    assert not failed
+    assert waiting.results[0] > hold.token
+
+
+# Processes that stop.
+
+
+@SERVERS
+def test_a_process_stopped_at_any_point_blocks_others_briefly(doomed, workers):
+    """It may be stopped in a queue transaction, with the lock row locked."""
+    crowd, victim = workers(2), doomed()
+    victim.start(jobs.enter_and_leave, "stock:7", seconds=0.8, using=ONE, ttl=1.0)
+    for worker in crowd:
+        worker.start(jobs.longest_wait, "stock:7", seconds=0.8, using=ONE, ttl=1.0)
+    time.sleep(random.uniform(0.1, 0.3))
+    victim.stop()
+    stopped = time.monotonic()
+    longest = max(worker.hear() for worker in crowd)
+    # The server ends a transaction in which it was stopped for that long.
+    time.sleep(max(0.0, stopped + 2.7 - time.monotonic()))
+    victim.resume()
+    # The victim was not ended while it was in the queue.
+    victim.hear()
+    # The sum of its lease, its grace, its turn and the limit of a transaction.
+    in_time(longest, 4.0)
+
+
+def stop_within_a_step(pipe, key):
+    """Acquire a read lock, and stop until notified once the lock row is locked."""
+    stopped = []
+
+    def stop(execute, sql, *arguments):
+        result = execute(sql, *arguments)
+        if "FOR UPDATE" in sql and not stopped:
+            stopped.append(sql)
+            pipe.say("locked")
+            pipe.hear()
+        return result
+
+    with connection.execute_wrapper(stop), db_rwlock(key).read() as held:
+        return held.token
+
+
+@SERVERS
+def test_a_process_that_hangs_in_a_step_blocks_others_briefly(doomed, workers):
+    """Its session is ended, and the process begins again when it continues."""
+    (worker,) = workers(1)
+    victim = doomed()
+    victim.start(stop_within_a_step, "stock:7")
+    assert victim.hear() == "locked"
+    worker.start(jobs.hold, ("stock:7", "read"), timeout=20)
+    began = time.monotonic()
+    token = worker.hear()
+    in_time(time.monotonic() - began, 4.0)
+    worker.tell()
+    assert worker.hear() == "released"
+    victim.tell()
+    assert victim.hear() > token
+
+
+# Variables of MariaDB that limit how long a transaction may be idle.
+IDLE_KINDS = ("", "readonly_", "write_")
+
+
+@pytest.mark.engine("mariadb")
+def test_a_server_that_lets_transactions_idle_changes_nothing(doomed, workers):
+    """The operator allows all transactions to be idle for a long time."""
+    names = [f"idle_{kind}transaction_timeout" for kind in IDLE_KINDS]
+    with connection.cursor() as cursor:
+        for name in names:
+            cursor.execute(f"SET GLOBAL {name} = 600")
+        try:
+            test_a_process_that_hangs_in_a_step_blocks_others_briefly(doomed, workers)
+        finally:
+            for name in names:
+                cursor.execute(f"SET GLOBAL {name} = DEFAULT")
+
+
+@pytest.mark.engine("mariadb", "mysql")
+def test_a_step_leaves_no_limit_in_the_callers_session():
+    """The caller's session may be idle for as long as before."""
+    names = ["wait_timeout"]
+    if connection.mysql_is_mariadb:
+        names += [f"idle_{kind}transaction_timeout" for kind in IDLE_KINDS]
+    read = f"SELECT {', '.join(f'@@SESSION.{name}' for name in names)}"
+    with connection.cursor() as cursor:
+        for name in names:
+            cursor.execute(f"SET SESSION {name} = 1234")
+        with db_rwlock("stock:7").read():
+            cursor.execute(read)
+            assert set(cursor.fetchone()) == {1234}
+        cursor.execute(read)
+        assert set(cursor.fetchone()) == {1234}
+
+
+@pytest.mark.engine("postgresql")
+def test_a_thread_that_hangs_while_queueing_blocks_no_other(threads, in_queue):
+    """Its connection may be dead while its driver still waits."""
+    entered, leave = threading.Event(), threading.Event()
+
+    def hang(execute, sql, *arguments):
+        if "lockclaim" in sql and not entered.is_set():
+            entered.set()
+            leave.wait(30)
+        return execute(sql, *arguments)
+
+    def hang_in_queue():
+        with connection.execute_wrapper(hang):
+            return jobs.token_of(db_lock("stock:7", timeout=30))
+
+    with db_lock("stock:7"):
+        hanging = threads(hang_in_queue)
+        assert entered.wait(10)
+        waiting = threads(lambda: jobs.token_of(db_lock("stock:7", timeout=30)))
+        try:
+            in_queue(1)
+        finally:
+            leave.set()
+    for thread in hanging, waiting:
+        thread.join(30)
+        assert thread.results

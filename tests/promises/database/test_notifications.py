@@ -1,0 +1,144 @@
+"""Notifications of waiters: on this host, on other hosts, and lost ones."""
+
+from __future__ import annotations
+
+import asyncio
+import select
+import subprocess
+import sys
+import time
+from functools import partial
+
+import pytest
+from asgiref.sync import sync_to_async
+from django.db import connection
+
+from dlocks import db_lock
+from tests import jobs
+from tests.timing import in_time, seldom
+from tests.volume import volume
+
+pytestmark = [pytest.mark.django_db(transaction=True)]
+
+
+def hand_over(to, in_queue):
+    """Hand the key to a waiting process and return the seconds this takes."""
+    with db_lock("stock:7") as hold:
+        to.start(jobs.wait_quietly, "stock:7", timeout=20)
+        in_queue(1)
+    released = time.monotonic()
+    granted, token = to.hear()
+    assert token > hold.token
+    return granted - released
+
+
+def test_a_process_on_this_host_is_notified_at_once(workers, in_queue):
+    near, _far = workers(2)
+    in_time(min(hand_over(near, in_queue) for _ in range(3)), 0.2)
+
+
+@pytest.mark.engine("mariadb", "sqlite")
+def test_another_host_is_served_within_a_poll(workers, in_queue):
+    """These databases cannot notify it, so it polls.
+
+    After the first turns, no handover takes long.
+    """
+    _, far = workers(2)
+    waits = [hand_over(far, in_queue) for _ in range(8)]
+    in_time(max(waits), 1.0)
+    in_time(sorted(waits)[3], 0.12)
+
+
+@pytest.mark.engine("postgresql", "sqlite")
+def test_a_local_message_to_a_dead_process_is_harmless(doomed, in_queue, until):
+    """Its claim is skipped in time, and the key is free again."""
+    victim = doomed()
+    with db_lock("stock:7"):
+        victim.start(jobs.wait_quietly, "stock:7", timeout=20)
+        in_queue(1)
+        victim.kill()
+    with db_lock("stock:7", timeout=10) as hold:
+        in_time(hold.waited, 4.0)
+
+
+async def test_waiters_of_a_process_are_each_notified_locally(
+    workers, threads, in_queue, monkeypatch
+):
+    """Two threads and two tasks of one process wait for four keys.
+
+    Then they do without ``select.poll()``, which Windows and Eventlet lack.
+    """
+    (giver,), keys = workers(1), [f"stock:{number}" for number in range(4)]
+
+    def wait(key):
+        with db_lock(key, timeout=20):
+            return time.monotonic()
+
+    async def wait_in_a_task(key):
+        async with db_lock(key, timeout=20):
+            return time.monotonic()
+
+    for _ in range(2):
+        for key in keys:
+            await asyncio.to_thread(giver.call, jobs.acquire, key)
+        crowd = [threads(partial(wait, key)) for key in keys[:2]]
+        tasks = [asyncio.create_task(wait_in_a_task(key)) for key in keys[2:]]
+        for key in keys:
+            await sync_to_async(in_queue)(1, key)
+        released = time.monotonic()
+        await asyncio.to_thread(giver.call, jobs.release_all)
+        granted = await asyncio.gather(*tasks)
+        for one in crowd:
+            await asyncio.to_thread(one.join, 30)
+        for moment in (*granted, *(one.results[0] for one in crowd)):
+            in_time(moment - released, 0.2)
+        monkeypatch.delattr(select, "poll", raising=False)
+
+    def take_turns():
+        # This is often enough for statements to be prepared.
+        for _ in range(20):
+            with db_lock("stock:7"):
+                pass
+
+    await sync_to_async(take_turns)()
+
+
+@pytest.mark.driver
+def test_local_processes_hardly_poll(doomed):
+    """Four processes take many turns each, while three wait at any time.
+
+    On SQLite a notification costs a poll. Elsewhere it contains the grant.
+    """
+    crowd, turns = [doomed() for _ in range(4)], volume(15)
+    for worker in crowd:
+        worker.start(jobs.take_turns, "stock:7", times=turns)
+    looks = sum(worker.hear() for worker in crowd)
+    seldom(looks, (2 if connection.vendor == "sqlite" else 1) * len(crowd) * turns)
+
+
+@pytest.mark.engine("mariadb")
+def test_a_process_may_end_while_a_thread_waits(in_queue):
+    """It ends without a warning."""
+    text = """
+import os, threading, time
+os.environ["DJANGO_SETTINGS_MODULE"] = "tests.settings"
+import django; django.setup()
+from django.db import connection
+from dlocks import db_lock
+from dlocks.backends.database import PessimisticBackend
+wait = db_lock("stock:7", timeout=60).acquire
+threading.Thread(target=wait, daemon=True).start()
+while not PessimisticBackend("default").waiting("stock:7"):
+    time.sleep(0.01)
+time.sleep(0.2)
+connection.close()
+"""
+    with db_lock("stock:7"):
+        ended = subprocess.run(
+            [sys.executable, "-X", "dev", "-W", "error", "-c", text],
+            capture_output=True,
+            timeout=60,
+        )
+    assert (ended.returncode, ended.stdout) == (0, b"")
+    assert b"Error" not in ended.stderr, ended.stderr
+    assert b"Warning" not in ended.stderr, ended.stderr

@@ -1,0 +1,265 @@
+"""The rules of the queue that only internal names reach: numbers, late replies."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import pytest
+from django.db import connection
+
+from dlocks import LockTimeout, db_lock
+from tests import jobs
+from tests.internals import (
+    Acquisition,
+    Claim,
+    Grant,
+    LockClaim,
+    ThreadWakeup,
+    Ticket,
+    Waiter,
+    Waiters,
+    backends,
+    clock,
+    keeper,
+    waiters_of,
+)
+
+pytestmark = [
+    pytest.mark.django_db(transaction=True),
+    pytest.mark.usefixtures("no_claim_left"),
+]
+
+
+def claim(key="stock:7", **options):
+    return Claim(key=key, **{"ttl": 30.0, "holder": "line", **options})
+
+
+def test_forgotten_queue_numbers_are_not_assigned_twice():
+    """A crash of the server may lose the last claims and their numbers.
+
+    Waiters queue again with their own numbers, and new waiters and shared holds get
+    others. No waiter is refused.
+    """
+
+    def forget(number):
+        if connection.vendor == "postgresql":
+            with connection.cursor() as cursor:
+                sequence = "pg_get_serial_sequence('dlocks_lockclaim', 'id')"
+                cursor.execute(f"SELECT setval({sequence}, %s)", [number])
+
+    backend = backends["default"]
+    holder, *olds = (claim() for _ in range(4))
+    others = [claim() for _ in range(3)]
+    share = claim(key="another", shared=True)
+    backend.acquire(holder)
+    numbers = [backend.enqueue(one).position for one in olds]
+    for one in olds:
+        backend.release(one)
+    forget(numbers[0] - 1 or 1)
+    for one, number in zip(olds, numbers, strict=True):
+        assert backend.enqueue(one, "", number).position == number
+    new = [backend.enqueue(one).position for one in others]
+    assert new == sorted(new)
+    assert not set(new) & set(numbers)
+    # A number that another claim has now is replaced.
+    backend.release(olds[-1])
+    last = backend.enqueue(olds[-1], "", new[-1]).position
+    assert last > new[-1]
+    backend.release(others[-1])
+    forget(last)
+    assert backend.enqueue(others[-1], "", last + 1).position == last + 1
+    assert backend.acquire(share)
+    for one in (share, *others, *olds, holder):
+        assert backend.release(one) == (one in (share, holder))
+
+
+def test_a_waiter_that_returns_is_ahead_of_later_ones():
+    """A process that was stopped is skipped, and gets its old position again."""
+    for using in ("default", "memory"):
+        backend, holder, stopped, later = backends[using], claim(), claim(), claim()
+        assert backend.acquire(holder)
+        position = backend.enqueue(stopped).position
+        backend.enqueue(later)
+        # As if its heartbeat was missing for long enough to be deleted.
+        backend.release(stopped)
+        assert backend.enqueue(stopped, position=position).ahead == 0, using
+        assert backend.poll([later])[later.owner].ahead == 1, using
+        for one, following in ((holder, stopped), (stopped, later)):
+            assert backend.release(one)
+            assert backend.poll([following])[following.owner].grant, using
+        assert backend.release(later)
+
+
+@pytest.mark.front
+def test_a_grant_that_was_read_too_late_gives_no_hold():
+    """The caller was paused after its turn had come, until its lease had ended."""
+    waiter = Waiter(claim(ttl=30), lambda: None)
+    attempt = Acquisition(
+        db_lock("stock:7"), threading.current_thread(), ThreadWakeup(), wait=True
+    )
+    assert waiter.apply(Ticket(grant=Grant(17, 1.5)), clock.now() - 2.0)
+    assert attempt._granted_by_notification(waiter.claim, waiter) is None
+    assert not keeper.holds
+
+
+@pytest.mark.psycopg3
+@pytest.mark.engine("postgresql")
+async def test_waiters_of_one_process_are_polled_together(monkeypatch):
+    """Waiters that are notified need only an occasional poll for all of them."""
+    backend, polled = backends["default"], []
+    poll = backend.poll
+
+    def noted(claims, **options):
+        polled.append({claim.owner for claim in claims})
+        return poll(claims, **options)
+
+    async def wait():
+        async with db_lock("stock:7", timeout=None):
+            pass
+
+    # An earlier test may have switched to polling.
+    monkeypatch.setattr(waiters_of(backend)._schedule, "_frequent_until", 0.0)
+    monkeypatch.setattr(backend, "poll", noted)
+    async with db_lock("stock:7") as holder, asyncio.TaskGroup() as group:
+        for _ in range(40):
+            group.create_task(wait())
+        while await holder.aqueue_length() < 40:
+            await asyncio.sleep(0.02)
+        polled.clear()
+        await asyncio.sleep(2.5)
+        # Each waiter needs a heartbeat every 2 seconds.
+        assert len(set().union(*polled)) == 40
+        assert len(polled) < 40
+        await holder.arelease()
+
+
+@pytest.mark.engine("postgresql", "sqlite")
+@pytest.mark.parametrize("late", ["poll", "enqueue"])
+def test_a_late_poll_does_not_queue_a_claim_again(late, in_queue, threads, monkeypatch):
+    """A caller times out while a request for its claim has no reply yet.
+
+    The background thread polls, or returns a claim that was deleted to the queue.
+    """
+    backend, apply = backends["default"], Waiters._apply
+    request = getattr(backend, late)
+    hangs, go_on, is_applied = (threading.Event() for _ in range(3))
+
+    def hang(*arguments, **options):
+        if threading.current_thread().name == "dlocks-waiting":
+            hangs.set()
+            assert go_on.wait(60)
+        return request(*arguments, **options)
+
+    def note(waiters, *arguments, **options):
+        ahead = apply(waiters, *arguments, **options)
+        if go_on.is_set():
+            is_applied.set()
+        return ahead
+
+    monkeypatch.setattr(backend, late, hang)
+    monkeypatch.setattr(Waiters, "_apply", note)
+    with db_lock("stock:7"):
+        waits = threads(db_lock("stock:7", timeout=2).acquire)
+        in_queue(1)
+        if late == "enqueue":
+            LockClaim.objects.all().delete()
+        assert hangs.wait(30)
+        # The timeout has passed by then. The caller may be waiting for the reply.
+        threading.Timer(2.5, go_on.set).start()
+        with pytest.raises(LockTimeout):
+            waits.join(30)
+        assert is_applied.wait(30)
+        assert backend.waiting("stock:7") == 0
+
+
+@pytest.mark.front
+def test_a_key_is_tried_before_it_is_reported_as_busy(monkeypatch):
+    """The key was contended a moment ago, so the caller queues at once.
+
+    Its timeout passes before it has queued. It still tries to acquire the key.
+    """
+    backends["default"]._contended_keys.add("stock:7")
+    should_queue, hints = Acquisition._should_queue, []
+
+    def slow(self, claim):
+        hints.append(should_queue(self, claim))
+        time.sleep(0.25 if hints[-1] else 0.0)
+        return hints[-1]
+
+    monkeypatch.setattr(Acquisition, "_should_queue", slow)
+    with db_lock("stock:7", timeout=0.2) as hold:
+        assert hold.waited >= 0.2
+    assert hints == [True, False]
+
+
+@pytest.mark.engine("postgresql", "mariadb")
+def test_a_claim_cancelled_just_before_its_grant_is_skipped(
+    monkeypatch, in_other_thread, is_busy
+):
+    backend = backends["default"]
+    mine = claim()
+    load = backend._load
+
+    def leaves(*args, **kwargs):
+        loaded = load(*args, **kwargs)
+        monkeypatch.setattr(backend, "_load", load)
+        # This step has locked the row, as another process could have.
+        assert in_other_thread(backend.release, mine, failed=True) is False
+        return loaded
+
+    hold = db_lock("stock:7").acquire()
+    assert backend.enqueue(mine).position
+    monkeypatch.setattr(backend, "_advance", lambda key: False)
+    monkeypatch.setattr(backend, "_hand_over", lambda claim, failed: False)
+    monkeypatch.setattr(backend, "_load", leaves)
+    hold.release()
+    monkeypatch.undo()
+    assert not is_busy()
+
+
+@pytest.mark.engine("mariadb", "mysql")
+def test_a_claim_granted_while_it_queues_is_not_queued_again(
+    monkeypatch, threads, in_queue
+):
+    backend = backends["default"]
+    pause = " COMMIT; DO GET_LOCK('test', 30); DO RELEASE_LOCK('test'); SELECT"
+    paused = backend.dialect.queue.replace(" COMMIT; SELECT", pause)
+    assert paused != backend.dialect.queue
+    monkeypatch.setattr(type(backend.dialect), "queue", paused)
+    holder, waits = claim(), claim()
+    assert backend.acquire(holder)
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT GET_LOCK('test', 30)")
+        waiting = threads(lambda: backend.enqueue(waits))
+        in_queue(1)
+        assert backend.release(holder)
+        in_queue(0)
+        cursor.execute("SELECT RELEASE_LOCK('test')")
+    waiting.join(30)
+    assert waiting.results[0].must_retry
+    assert not LockClaim.objects.exists()
+    assert backend.acquire(waits)
+    assert backend.release(waits)
+
+
+@pytest.mark.engine("postgresql", "mariadb", "mysql")
+def test_an_insert_is_retried_while_its_new_row_is_locked(workers, monkeypatch):
+    """The row is locked between the two statements of the strategy."""
+    (other,) = workers(1)
+    backend = backends["insert"]
+    grant = backend._grant
+
+    def grant_late(claim):
+        # Only the first time.
+        monkeypatch.setattr(backend, "_grant", grant)
+        other.start(jobs.lock_row, claim.key)
+        assert other.hear() == "locked"
+        threading.Timer(0.3, other.tell).start()
+        return grant(claim)
+
+    monkeypatch.setattr(backend, "_grant", grant_late)
+    with db_lock("stock:8", using="insert") as hold:
+        assert other.hear() == "unlocked"
+        assert hold.held
