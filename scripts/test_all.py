@@ -30,7 +30,7 @@ NEITHER = (
     "tests/admin/test_security.py",
     "tests/promises/locks/test_fuzz.py",
     "tests/promises/locks/test_races.py",
-    "tests/units/core/test_simulation.py",
+    "tests/units/locks/test_simulation.py",
     "tests/units/database",
     "tests/units/session",
     "tests/database",

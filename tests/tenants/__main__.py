@@ -137,10 +137,10 @@ def rows_of(schema):
 
 
 def refused():
+    from django.core.checks import run_checks
     from django.core.exceptions import ImproperlyConfigured
 
     from dlocks import db_lock
-    from tests.internals import check_tables
 
     said = []
     for name in ("acme", "public"):
@@ -149,9 +149,8 @@ def refused():
                 db_lock("busy").acquire()
             except ImproperlyConfigured as error:
                 said.append(str(error))
-    return said, [
-        (message.id, message.msg) for message in check_tables(databases=["default"])
-    ]
+    found = run_checks(tags=["database"], databases=["default"])
+    return said, [(message.id, message.msg) for message in found]
 
 
 def renewed_for_longer_than_its_ttl():
@@ -208,7 +207,7 @@ def without_the_public_schema():
     from django.db import connection, transaction
 
     from dlocks import db_lock
-    from tests.internals import ResourceLock
+    from dlocks.models import ResourceLock
 
     with tenant("acme"):
         connection.set_schema("acme", include_public=False)
@@ -294,8 +293,8 @@ def seen_by_the_commands():
 
 def recorded():
     """Write the history in a background thread and read it in a tenant."""
-    from dlocks import db_lock
-    from tests.internals import HoldRecord, history
+    from dlocks import db_lock, history
+    from dlocks.models import HoldRecord
 
     with tenant("acme"):
         with db_lock("recorded"):
@@ -313,7 +312,7 @@ def keys_of_each_tenant():
     from django.core.management import call_command
 
     from dlocks import db_lock
-    from tests.internals import ResourceLock
+    from dlocks.models import ResourceLock
 
     lock = db_lock("nightly", using="tenant")
     listed = []
@@ -383,7 +382,7 @@ def main():
     configure()
     from django.db import connections
 
-    from tests.internals import history
+    from dlocks import history
 
     try:
         make_tenants()

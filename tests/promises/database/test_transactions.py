@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gc
-import json
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from django.db import DatabaseError, IntegrityError, connection, transaction
@@ -22,9 +22,9 @@ from dlocks import (
     db_semaphore,
     locked_view,
 )
+from dlocks.models import ResourceLock
 from tests import jobs
 from tests.for_each import for_each
-from tests.internals import LockState, ResourceLock, backends, keeper
 from tests.models import Counter
 from tests.timing import eventually, in_time
 from tests.volume import volume
@@ -86,7 +86,7 @@ def test_a_rollback_leaves_no_trace(using, is_busy):
         ):
             1 / 0  # noqa: B018
     row = ResourceLock.objects.by_clock().get()
-    assert (row.version, row.status, row.state) == (before.token, "S", LockState.FREE)
+    assert (row.version, row.status, row.state) == (before.token, "S", "free")
     assert not is_busy(using=using)
 
 
@@ -372,50 +372,6 @@ def test_a_busy_key_does_not_block_adjacent_keys(using, there, workers):
     Counter.objects.all().delete()
 
 
-@pytest.mark.engine("postgresql")
-def test_a_lost_race_in_a_transaction_locks_no_row(threads, until, monkeypatch):
-    """The winner renews and releases its lease while the loser's transaction goes on.
-
-    The loser's statement begins first. It locks the row, and then finds it changed.
-    """
-    with db_lock("stock:7"):
-        pass
-    backend, refused, over = backends["default"], threading.Event(), threading.Event()
-
-    def write_late(self, table, assignments, where):
-        return self.update(
-            table, assignments, f"{where} AND pg_advisory_xact_lock(7) IS NOT NULL"
-        )
-
-    monkeypatch.setattr(type(backend.dialect), "write_or_leave", write_late)
-    monkeypatch.setattr(backend, "_grants", {})
-
-    @transaction.atomic
-    def lose():
-        with pytest.raises(LockTimeout):
-            db_lock("stock:7", timeout=0).acquire()
-        refused.set()
-        assert over.wait(30)
-
-    with connection.cursor() as cursor:
-
-        def waits():
-            cursor.execute(
-                "SELECT FROM pg_locks WHERE locktype = 'advisory' AND NOT granted"
-            )
-            return cursor.rowcount
-
-        cursor.execute("SELECT pg_advisory_lock(7)")
-        threads(lose)
-        until(waits)
-        hold = db_lock("stock:7").acquire()
-        cursor.execute("SELECT pg_advisory_unlock(7)")
-    assert refused.wait(30)
-    hold.renew()
-    hold.release()
-    over.set()
-
-
 # A lease inside a transaction.
 
 
@@ -457,47 +413,43 @@ def test_a_lease_in_a_transaction_is_released_after_the_commit(using, is_busy):
 
 
 @TWO_SERVERS
-def test_a_lease_is_released_when_the_atomic_block_has_ended(is_busy, monkeypatch):
-    """The keeper may see the end of the transaction first.
+def test_a_lease_is_released_when_the_atomic_block_has_ended(is_busy, around):
+    """A thread of dlocks may see the end of the transaction first.
 
     This happens if another on-commit callback takes long. An interrupted release is
     repeated. If the release fails, other callbacks are called, and the block ends as
     committed.
     """
-    kind, begun, asked = type(backends["default"]), threading.Event(), []
-    release = kind.release
+    begun, asked, called = threading.Event(), [], []
 
-    def slow(self, *args, **kwargs):
+    def slow(method, *arguments, **options):
         begun.set()
         time.sleep(0.3)
-        return release(self, *args, **kwargs)
+        return method(*arguments, **options)
 
-    def interrupted(self, *args, **kwargs):
-        asked.append(args)
+    def interrupted(method, *arguments, **options):
+        asked.append(arguments)
         if len(asked) == 1:
             raise KeyboardInterrupt
-        return release(self, *args, **kwargs)
+        return method(*arguments, **options)
 
-    def fail(self, claim):
+    def fail(method, *arguments, **options):
         raise LockBackendError("The server is gone.")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(kind, "release", slow)
-        with transaction.atomic():
-            transaction.on_commit(lambda: begun.wait(30))
-            with db_lock("stock:7", scope="lease"):
-                pass
-    assert not is_busy()
-    with monkeypatch.context() as patch:
-        patch.setattr(kind, "release", interrupted)
-        with pytest.raises(KeyboardInterrupt), transaction.atomic():
-            with db_lock("stock:7", scope="lease"):
-                pass
-    assert not is_busy()
-    called = []
-    monkeypatch.setattr(type(backends["insert"]), "_delete", fail)
+    around("release", slow)
     with transaction.atomic():
-        with db_lock("stock:7", using="insert"):
+        transaction.on_commit(lambda: begun.wait(30))
+        with db_lock("stock:7", scope="lease"):
+            pass
+    assert not is_busy()
+    around("release", interrupted)
+    with pytest.raises(KeyboardInterrupt), transaction.atomic():
+        with db_lock("stock:7", scope="lease"):
+            pass
+    assert not is_busy()
+    around("release", fail)
+    with transaction.atomic():
+        with db_lock("stock:8", scope="lease"):
             pass
         transaction.on_commit(lambda: called.append(True))
     assert called == [True]
@@ -526,24 +478,6 @@ def test_a_lease_in_a_transaction_is_released_after_a_rollback(is_busy, until):
         transaction.set_rollback(True)
     gc.collect()
     until(lambda: not is_busy("stock:8"))
-    assert not keeper._left
-
-
-@pytest.mark.psycopg3
-@pytest.mark.engine("postgresql")
-def test_an_exhausted_django_pool_does_not_block_a_lease(doomed, until):
-    """A lease needs no second connection of the pool that the caller uses."""
-    there = {
-        name: str(connection.settings_dict[name])
-        for name in ("ENGINE", "NAME", "USER", "HOST", "PORT")
-    }
-    options = {"OPTIONS": {"pool": {"min_size": 1, "max_size": 1, "timeout": 3}}}
-    worker = doomed(DLOCKS_TEST_DATABASES=json.dumps({"default": {**there, **options}}))
-    assert worker.call(jobs.lease_in_a_transaction, "stock:7") == 1
-    with db_lock("stock:7"):
-        worker.start(jobs.wait_quietly, "stock:7")
-        until(lambda: backends["default"].waiting("stock:7") == 1)
-    assert worker.hear()
 
 
 @pytest.mark.driver
@@ -643,7 +577,7 @@ def test_an_entry_released_at_commit_keeps_the_lease(is_busy, until):
 
 
 @TWO_SERVERS
-def test_a_lock_that_would_wait_for_its_own_caller_is_refused(is_busy):
+def test_a_lock_that_would_wait_for_its_own_caller_is_refused(is_busy, until):
     catalogue, policy = db_rwlock("catalogue", timeout=None), {"timeout": None}
     with transaction.atomic(), db_lock("stock:7"):
         with pytest.raises(
@@ -662,7 +596,7 @@ def test_a_lock_that_would_wait_for_its_own_caller_is_refused(is_busy):
                 pass
             with second:
                 pass
-        keeper.catch_up()
+        until(lambda key=first.key: not is_busy(key))
         with first:
             pass
         with second:
@@ -670,7 +604,7 @@ def test_a_lock_that_would_wait_for_its_own_caller_is_refused(is_busy):
         with transaction.atomic(), pytest.raises(RuntimeError, match=message):
             with first, second:
                 pass
-        keeper.catch_up()
+        until(lambda key=first.key: not is_busy(key))
     # A lock that was rolled back is not kept.
     with transaction.atomic():
         with pytest.raises(ZeroDivisionError), transaction.atomic(), db_lock("stock:9"):
@@ -678,11 +612,11 @@ def test_a_lock_that_would_wait_for_its_own_caller_is_refused(is_busy):
         if connection.vendor == "postgresql":
             with db_lock("stock:9", scope="lease", **policy):
                 pass
-    keeper.catch_up()
+    until(lambda: not is_busy("stock:9"))
 
 
 @TWO_SERVERS
-def test_a_lease_can_be_reentered_after_its_min_hold():
+def test_a_lease_can_be_reentered_after_its_min_hold(is_busy, until):
     with transaction.atomic():
         with db_lock("stock:7", scope="lease", min_hold=1) as hold:
             pass
@@ -696,7 +630,7 @@ def test_a_lease_can_be_reentered_after_its_min_hold():
         with db_lock("stock:7", "stock:8", scope="lease", timeout=None) as both:
             assert hold in both.holds
             assert hold.age >= 1
-    keeper.catch_up()
+    until(lambda: not is_busy("stock:8"))
 
 
 @SERVERS
@@ -762,6 +696,19 @@ def test_a_view_loses_no_update(atomic_requests, threads):
     assert Counter.objects.get(name="views").value == 4 * requests
 
 
+def in_other_session(function):
+    """Call a function in a thread with a connection of its own."""
+
+    def call():
+        try:
+            return function()
+        finally:
+            connection.close()
+
+    with ThreadPoolExecutor() as pool:
+        return pool.submit(call).result()
+
+
 class TestInsideATestCase(TestCase):
     """A TestCase, which is one transaction that is never committed.
 
@@ -772,19 +719,22 @@ class TestInsideATestCase(TestCase):
     def tearDownClass(cls):
         super().tearDownClass()
         # A lease is committed on purpose.
-        left = keeper.run(lambda: {row.pk for row in ResourceLock.objects.all()})
-        keeper.run(ResourceLock.objects.all().delete)
+        left = in_other_session(lambda: {row.pk for row in ResourceLock.objects.all()})
+        in_other_session(ResourceLock.objects.all().delete)
         assert left <= {"leased"}
 
     @pytest.mark.driver
     def test_locks_work_in_a_testcase(self):
-        """They can be nested with atomic blocks in both ways."""
-        with db_lock("stock:7") as hold:
+        """They can be nested with atomic blocks in both ways, and are not queued for."""
+        with db_lock("stock:7", timeout=0) as hold:
             assert hold.scope == "transaction"
+            assert hold.queue_length() == 0
             with db_lock("stock:7") as inner:
                 assert inner is hold
         with db_lock("stock:7") as again:
             assert again.token > hold.token
+        with db_rwlock("catalogue", scope=None, timeout=0).read() as shared:
+            assert shared.scope == "transaction"
         for _ in range(2):
             with transaction.atomic(), db_lock("stock:7"):
                 Counter.objects.create(name=f"c{Counter.objects.count()}")
@@ -802,22 +752,4 @@ class TestInsideATestCase(TestCase):
             with db_lock("leased", scope="lease") as hold:
                 pass
             assert hold.held
-        keeper.check_soon()
         eventually(lambda: not hold.held)
-
-
-@TWO_SERVERS
-def test_a_lease_released_twice_is_kept_until_the_second_commit(is_busy, until):
-    lock = db_lock("stock:7", scope="lease")
-    with pytest.raises(ZeroDivisionError), transaction.atomic():
-        with lock as first:
-            pass
-        raise ZeroDivisionError
-    with transaction.atomic():
-        with lock as second:
-            pass
-        # The keeper does this with the lease that was left in the first transaction.
-        first._state.settle()
-        second._state.settle()
-        assert is_busy()
-    until(lambda: not is_busy())

@@ -1,37 +1,33 @@
-"""Statements that bypass Django's cursor, and differ only in their cost."""
+"""Statements that bypass Django's cursor, and differ only in their cost.
+
+Frequent statements do so, and are prepared on PostgreSQL.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import sqlite3
-import sys
 from contextlib import closing
 
 import pytest
 from django.apps import apps
 from django.core.exceptions import SynchronousOnlyOperation
-from django.db import connection, connections, transaction
+from django.db import OperationalError, connection, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.backends.utils import CursorWrapper
 from django.test.utils import CaptureQueriesContext
 
 from dlocks import LockTimeout, db_lock
-from tests.internals import (
-    PREPARED_AT,
-    TEXT_AT_MOST,
-    ResourceLock,
-    _with_limit,
-    backends,
-    by_sqlite3,
-)
+from dlocks.backends.database import PessimisticBackend
+from dlocks.models import ResourceLock
 
 pytestmark = [
     pytest.mark.driver,
     pytest.mark.django_db(transaction=True),
 ]
 
-# Uses after which PostgreSQL's statements go directly to the driver.
-OFTEN = PREPARED_AT + 3
+# Uses after which a statement is frequent.
+OFTEN = 20
+
 
 KEYS = [
     "stock:7",
@@ -45,46 +41,12 @@ KEYS = [
 ]
 
 
-def use(times=OFTEN, key="stock:7", using="default"):
+def use(times=OFTEN, key="stock:7"):
     tokens = []
     for _ in range(times):
-        with db_lock(key, using=using) as hold:
+        with db_lock(key) as hold:
             tokens.append(hold.token)
     assert tokens == sorted(set(tokens))
-
-
-def test_frequent_statements_bypass_the_cursor(monkeypatch):
-    """Statements of a lock go directly to the driver, unless ``prepare`` is False.
-
-    A very long text is not cached, because the same number of claims is rare.
-    """
-    by_cursor, kind = [], type(backends["default"])
-    execute = kind._by_cursor
-
-    def look(*args):
-        by_cursor.append(args[3])
-        return execute(*args)
-
-    monkeypatch.setattr(kind, "_by_cursor", look)
-    for using in "default", "optimistic", "insert":
-        use(using=using)
-        del by_cursor[:]
-        use(using=using)
-        assert not by_cursor, using
-    with transaction.atomic():
-        use(1)
-    assert by_cursor
-    with db_lock("stock:7") as hold:
-        claim = hold.claim
-        for _ in range(OFTEN):
-            assert backends["default"].renew([claim] * 1000)
-    assert len(max(by_cursor, key=len)) > TEXT_AT_MOST
-    backend = kind("default", prepare=False)
-    del by_cursor[:]
-    for _ in range(OFTEN):
-        assert backend.acquire(claim)
-        assert backend.release(claim)
-    assert len(by_cursor) == 2 * OFTEN
 
 
 def test_a_key_is_the_same_with_and_without_the_cursor(in_other_thread):
@@ -99,7 +61,7 @@ def test_a_key_is_the_same_with_and_without_the_cursor(in_other_thread):
         assert len(queries) >= 3
         with CaptureQueriesContext(connection):
             hold = db_lock(key).acquire()
-        assert db_lock(key).holder().holder == hold.claim.holder
+        assert db_lock(key).holder().token == hold.token
         hold.check()
         hold.release()
         assert ResourceLock.objects.count() == number, key
@@ -111,16 +73,6 @@ def test_a_key_is_the_same_with_and_without_the_cursor(in_other_thread):
     with pytest.raises(LockTimeout):
         db_lock("stock:7", timeout=0.01).acquire()
     in_other_thread(held.release)
-
-
-class Proxy:
-    """A connection as tracers replace it."""
-
-    def __init__(self, wrapped):
-        self.wrapped = wrapped
-
-    def __getattr__(self, name):
-        return getattr(self.wrapped, name)
 
 
 def test_tools_see_every_statement(monkeypatch):
@@ -166,13 +118,6 @@ def test_tools_see_every_statement(monkeypatch):
             use(2)
         use(2)
         assert len(seen) == 4 or (len(seen) > 4 and name == "ensure_connection"), name
-    if connection.vendor != "postgresql":
-        kind = type(backends["default"])
-        monkeypatch.setattr(kind, "_by_cursor", watched(kind._by_cursor))
-        monkeypatch.setattr(wrapper, "connection", Proxy(wrapper.connection))
-        del seen[:]
-        use(2)
-        assert len(seen) == 4
 
 
 def test_a_statement_is_refused_where_django_refuses_it(django_db_blocker, monkeypatch):
@@ -181,20 +126,21 @@ def test_a_statement_is_refused_where_django_refuses_it(django_db_blocker, monke
     A query in ``AppConfig.ready()`` warns.
     """
     use()
+    backend = PessimisticBackend("default")
     rows = list(ResourceLock.objects.values_list())
     with django_db_blocker.block(), pytest.raises(RuntimeError, match="not allowed"):
         use(1)
     assert list(ResourceLock.objects.values_list()) == rows
 
     async def ask():
-        backends["default"]._rows("SELECT 1", {})
+        backend.waiting("stock:7")
 
     with pytest.raises(SynchronousOnlyOperation):
         asyncio.run(ask())
     monkeypatch.setattr(apps, "ready", False)
     monkeypatch.setattr(apps, "stored_app_configs", [])
     with pytest.warns(RuntimeWarning, match="during app initialization"):
-        backends["default"]._rows("SELECT 1", {})
+        backend.waiting("stock:7")
 
 
 @pytest.mark.engine("mariadb")
@@ -211,47 +157,6 @@ def test_unread_results_do_not_disturb_a_lock():
         another.execute("SELECT @mine")
         assert another.fetchone() == (7,)
     cursor.close()
-
-
-@pytest.mark.engine("sqlite")
-def test_an_interrupt_leaves_no_unfinished_statement(in_other_thread):
-    """An interrupt does not leave the write lock of SQLite behind.
-
-    A caller may keep the exception, and with it the frames and their cursors.
-    """
-    backend, code, kept = backends["default"], by_sqlite3.__code__, []
-    with db_lock("stock:7"):
-        pass
-    sql = backend._text(
-        "UPDATE {locks} SET holder = 'me' WHERE key_resource = %(key)s RETURNING"
-        " version"
-    )
-
-    def interrupt_at(number):
-        def trace(frame, event, arg):
-            nonlocal number
-            if frame.f_code is not code:
-                return None
-            number -= event == "line"
-            if number < 0:
-                raise KeyboardInterrupt
-            return trace
-
-        sys.settrace(trace)
-        try:
-            backend._rows(sql, {"key": "stock:7"})
-        except KeyboardInterrupt as interrupt:
-            kept.append(interrupt)
-            return True
-        finally:
-            sys.settrace(None)
-        return False
-
-    while interrupt_at(len(kept)):
-        in_other_thread(
-            ResourceLock.objects.filter(pk="stock:7").update, holder="another"
-        )
-    assert len(kept) > 3
 
 
 @pytest.mark.engine("sqlite")
@@ -303,25 +208,46 @@ def test_a_grant_is_flushed_and_a_release_is_not():
         assert not pragmas
 
 
-@pytest.mark.engine("sqlite")
-def test_a_release_is_flushed_with_a_rollback_journal(tmp_path):
-    """With a rollback journal the database file could be corrupted by a crash.
+def run(sql, parameters=None):
+    with connection.cursor() as cursor:
+        cursor.execute(sql, parameters)
 
-    Its integrity depends on the order of the flushes. A file that cannot be read is
-    reported by the statement itself, which is retried.
+
+@pytest.mark.engine("postgresql")
+def test_a_changed_session_does_not_break_prepared_statements(in_other_thread):
+    """A pool may clean up a session between two clients.
+
+    A name that exists already is not used, and a table may be altered. A session that
+    was killed is replaced, also if a statement of the application fails before this
+    thread's first lock.
     """
-    raw = sqlite3.connect(tmp_path / "of_its_own.sqlite3", isolation_level=None)
-    raw.execute("PRAGMA journal_mode = delete")
-    raw.execute("PRAGMA synchronous = FULL")
-    with _with_limit(raw, "synchronous", 1, unless=sqlite3.Error):
-        assert raw.execute("PRAGMA synchronous").fetchall() == [(2,)]
-    raw.close()
-    path = tmp_path / "broken.sqlite3"
-    path.write_bytes(b"no database " * 1000)
-    raw = sqlite3.connect(path, isolation_level=None)
-    with (
-        _with_limit(raw, "synchronous", 1, unless=sqlite3.Error),
-        pytest.raises(sqlite3.DatabaseError, match="not a"),
-    ):
-        raw.execute("SELECT * FROM sqlite_master")
-    raw.close()
+    alter = "ALTER TABLE dlocks_resourcelock ALTER COLUMN version TYPE"
+    kill = "SELECT pg_terminate_backend(%s, 5000)"
+    connection.close()
+    use()
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT name FROM pg_prepared_statements LIMIT 1")
+        (first,) = cursor.fetchone()
+    for sql in "DISCARD ALL", "DEALLOCATE ALL":
+        run(sql)
+        use()
+    try:
+        run(f"{alter} numeric")
+        use(5)
+    finally:
+        run(f"{alter} bigint")
+    use(5)
+    connection.close()
+    run(f"PREPARE {first} AS SELECT 1")
+    use()
+    pid = connection.connection.info.backend_pid
+    in_other_thread(run, kill, [pid])
+    use()
+    assert connection.connection.info.backend_pid != pid
+    connection.close()
+    connection.ensure_connection()
+    in_other_thread(run, kill, [connection.connection.info.backend_pid])
+    with pytest.raises(OperationalError):
+        run("SELECT 1")
+    use(1)
+    connection.close()

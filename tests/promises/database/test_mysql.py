@@ -9,20 +9,16 @@ import time
 
 import pytest
 from django.contrib.auth.models import Group
+from django.core.checks import run_checks
 from django.db import connection, transaction
 from django.db.backends.signals import connection_created
 from django.test import override_settings
 
 from dlocks import LockBackendError, LockLost, db_lock
+from dlocks.backends.session import SessionBackend
+from dlocks.models import ResourceLock
 from tests import jobs
 from tests.for_each import for_each
-from tests.internals import (
-    ResourceLock,
-    backends,
-    check_settings,
-    check_tables,
-    disconnect,
-)
 from tests.processes import Worker
 from tests.rows import PAST
 from tests.servers import MySQL
@@ -132,7 +128,6 @@ def test_long_keys_and_prefixes_fit_into_64_characters(is_busy):
             hold.release()
         cursor.execute("SELECT RELEASE_LOCK('the application''s own')")
         assert cursor.fetchone() == (1,)
-        disconnect(backends["session"])
 
 
 # LAST_INSERT_ID()
@@ -198,12 +193,11 @@ def test_a_waiter_outwaits_max_execution_time(workers, threads, until):
     waiter = threads(
         lambda: db_lock("stock:7", using="session", timeout=30).acquire().release()
     )
-    until(lambda: backends["session"].waiting("stock:7") == 1)
+    until(lambda: SessionBackend("default").waiting("stock:7") == 1)
     time.sleep(0.6)
     assert waiter.is_alive()
     other.tell()
     waiter.join(30)
-    disconnect(backends["session"])
 
 
 @pytest.mark.usefixtures("limited")
@@ -211,16 +205,16 @@ def test_a_select_over_its_time_is_neither_grant_nor_contention(in_other_thread)
     """The backend reads the row first, but another session has locked the table."""
     import MySQLdb
 
-    with db_lock("stock:7"):
-        pass
     there = connection.settings_dict
     admin = MySQLdb.connect(
         host="127.0.0.1", port=int(PORT), user=there["USER"], db=there["NAME"]
     )
     with contextlib.closing(admin), admin.cursor() as cursor:
         for using in "optimistic", "insert":
-            backends["optimistic"]._versions.clear()
-            lock = db_lock("stock:7", using=using)
+            # This process has not read the row yet.
+            with db_lock(f"of {using}"):
+                pass
+            lock = db_lock(f"of {using}", using=using)
             cursor.execute("LOCK TABLES dlocks_resourcelock WRITE")
             # Where the machine stalls, the watchdog cancels it first.
             with pytest.raises(LockBackendError, match="3024|locked as a whole"):
@@ -262,8 +256,8 @@ def test_repeatable_read_refuses_locks_in_transactions_only(
         with pytest.warns(RuntimeWarning, match=warned):
             with transaction.atomic(), db_lock("stock:7", using=using, scope="lease"):
                 assert is_busy("stock:7", using)
-        found = [*check_settings(), *check_tables(databases=["default"])]
-        return {message.id for message in found}
+        found = run_checks(databases=["default"])
+        return {one.id for one in found if one.id.startswith("dlocks.")}
 
     for using in FAMILY:
         assert in_other_thread(work, using) == {"dlocks.W003", "dlocks.W004"}

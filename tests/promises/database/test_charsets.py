@@ -11,10 +11,10 @@ from django.conf import settings
 from django.db import connection, transaction
 from django.test import override_settings
 
-from dlocks import db_lock, db_rwlock
+from dlocks import db_lock, db_rwlock, history
+from dlocks.models import HoldRecord
 from tests import jobs
 from tests.for_each import for_each
-from tests.internals import HoldRecord, backends, history
 from tests.timing import eventually
 
 pytestmark = [
@@ -83,7 +83,7 @@ def names_of_holders(pipe):
     options = {"OPTIONS": {"history": True}}
 
     def note(using, key):
-        names.add(backends[using].holder(key).holder)
+        names.add(db_lock(key, using=using).holder().holder)
 
     with override_settings(
         DLOCKS={alias: settings.DLOCKS[alias] | options for alias in FAMILY}
@@ -103,13 +103,13 @@ def names_of_holders(pipe):
 
     def wait():
         with db_lock("stock:7"):
-            waited.append(backends["default"].holder("stock:7").holder)
+            waited.append(db_lock("stock:7").holder().holder)
         connection.close()
 
     waiter = threading.Thread(target=wait, name=NAME, daemon=True)
-    with db_lock("stock:7"):
+    with db_lock("stock:7") as hold:
         waiter.start()
-        eventually(lambda: backends["default"].waiting("stock:7") == 1)
+        eventually(lambda: hold.queue_length() == 1)
     waiter.join(30)
     assert waited
     return {holder.split(":", 2)[2] for holder in [*names, *waited]}

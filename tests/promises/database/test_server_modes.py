@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 
 import pytest
+from django.core.checks import run_checks
 from django.db import connection
 
 from dlocks import LockBackendError, db_lock, db_rwlock
 from tests import jobs
-from tests.internals import check_tables
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -120,7 +120,7 @@ def test_the_isolation_level_of_the_server_is_checked():
         ):
             with connection.cursor() as cursor:
                 cursor.execute(f"SET default_transaction_isolation = '{level}'")
-            found = check_tables(databases=["default"])
+            found = run_checks(tags=["database"], databases=["default"])
             assert [message.id for message in found] == expected
         assert "repeatable read" in found[0].msg
         assert "default_transaction_isolation" in found[0].hint

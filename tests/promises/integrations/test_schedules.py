@@ -31,14 +31,17 @@ from dlocks import (
     lock_acquired,
     run_once,
 )
+from dlocks.models import ResourceLock
 from dlocks.testing import abandoned, held_elsewhere
 from tests import commands_for_tests, jobs, pages
 from tests.for_each import for_each
-from tests.internals import ResourceLock, backends, keeper
 from tests.processes import state_of, states_of
+from tests.promises.database.conftest import around
 from tests.timing import eventually
 
-ROOT = Path(__file__).parent.parent
+__all__ = ["around"]
+
+ROOT = Path(__file__).parent.parent.parent.parent
 
 pytestmark = [
     # Jobs and commands have no SQL of their own.
@@ -107,7 +110,7 @@ async def test_a_clock_skew_below_min_hold_does_not_run_a_job_twice(
 
 
 @pytest.mark.engine("postgresql")
-def test_a_job_that_failed_in_a_transaction_keeps_min_hold():
+def test_a_job_that_failed_in_a_transaction_keeps_min_hold(until):
     """The transaction of a coroutine belongs to the thread that starts it."""
     runs = []
 
@@ -126,29 +129,27 @@ def test_a_job_that_failed_in_a_transaction_keeps_min_hold():
         with transaction.atomic():
             async_to_sync(coroutine)()
             transaction.set_rollback(True)
-    # After a rollback, the keeper releases the key.
-    keeper.catch_up()
+    # After a rollback, a thread of dlocks releases the key.
+    until(lambda: not db_lock("nightly").held())
     assert runs == ["job", "coroutine"]
 
 
-@for_each("together", [False, True])
-def test_a_job_interrupted_at_its_end_keeps_min_hold(
-    together, monkeypatch, in_other_thread
-):
+@for_each("keys", [["nightly"], ["nightly", "weekly"]])
+def test_a_job_interrupted_at_its_end_keeps_min_hold(keys, around, is_busy):
     """The key is kept, however the job ends."""
-    backend = backends["default"]
-    release = backend.release
+    interrupted = []
 
-    def interrupted(*arguments, **keywords):
-        monkeypatch.undo()
-        release(*arguments, **keywords)
-        raise KeyboardInterrupt
+    def interrupt(method, *arguments, **options):
+        answer = method(*arguments, **options)
+        if not interrupted:
+            interrupted.append(answer)
+            raise KeyboardInterrupt
+        return answer
 
-    keys = ["nightly", "weekly"] if together else ["nightly"]
     with pytest.raises(KeyboardInterrupt), db_lock(*keys, min_hold=60):
-        monkeypatch.setattr(backend, "release", interrupted)
-    for key in keys:
-        assert in_other_thread(db_lock(key).try_acquire) is None
+        around("release", interrupt)
+    assert interrupted
+    assert all(map(is_busy, keys))
 
 
 @pytest.mark.django_db
@@ -527,7 +528,9 @@ def test_a_command_whose_lock_is_lost_receives_sigterm(run_locked, status, passe
     assert "Traceback" not in err
 
 
-def test_a_successful_command_with_a_failed_release_is_a_success(monkeypatch, capfd):
+def test_a_successful_command_with_a_failed_release_is_a_success(
+    around, monkeypatch, capfd
+):
     """The lease expires by itself. It is held even if no thread can be started."""
     start = threading.Thread.start
 
@@ -541,13 +544,12 @@ def test_a_successful_command_with_a_failed_release_is_a_success(monkeypatch, ca
     def fail(*args, **kwargs):
         raise LockBackendError("the database is away")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(backends["brisk"], "release", fail)
-        call_command("run_locked", "backup", using="brisk", command=["echo", "done"])
+    around("release", fail)
+    call_command("run_locked", "backup", using="brisk", command=["echo", "done"])
     out, err = capfd.readouterr()
     assert out == "done\n"
     assert "the database is away" in err
-    monkeypatch.setattr(backends["brisk"], "acquire", fail)
+    around("acquire", fail)
     with pytest.raises(CommandError, match="away"):
         call_command("run_locked", "backup", using="brisk", command=["echo", "done"])
 
@@ -582,7 +584,8 @@ def test_a_command_does_not_start_after_its_lock_was_lost(capfd):
     """The process may have been paused for longer than its ttl."""
 
     def clear(hold, **_):
-        backends["default"].clear("backup", hold.token)
+        words = ["clear_lock", "backup", "--yes", "--reason", "tests"]
+        call_command(*words, stdout=io.StringIO())
 
     lock_acquired.connect(clear)
     try:

@@ -1,6 +1,6 @@
 """The lock API keeps its promises in every schedule that Hypothesis finds.
 
-See tests/simulation.py.
+See simulation.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, Phase, given, note, seed, settings
 from hypothesis import strategies as st
 
 from tests.internals import Grant, KeptHold, Waiter, clock
-from tests.simulation import Simulation
+from tests.units.locks.simulation import Simulation
 from tests.volume import volume
 
 # There is no database in it, so one run is enough.
