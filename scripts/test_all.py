@@ -33,11 +33,12 @@ NEITHER = (
     "tests/units/locks/test_simulation.py",
     "tests/units/database",
     "tests/units/session",
-    "tests/database",
     "tests/nemesis",
     "tests/project",
     "tests/session",
-    "tests/sql",
+    "tests/promises/database",
+    "tests/units/database",
+    "tests/units/locks/test_simulation.py",
 )
 # Tests that depend on the version of Python. All others depend on that of Django, and
 # the newest Python has the newest Django.
@@ -47,7 +48,7 @@ PYTHON = (
     "tests/units",
     "tests/test_asgi.py",
     "tests/test_decorators.py",
-    "tests/test_transactions.py",
+    "tests/promises/database/test_transactions.py",
 )
 # Tests that depend on both the version of Django and the engine.
 QUERIES = ("tests/admin", "tests/management")

@@ -41,5 +41,5 @@ if [ ! -e "$venv/made" ]; then
 fi
 "$venv/bin/python" -c 'import MySQLdb; print("libmysqlclient", MySQLdb.get_client_info())'
 [ $# -gt 0 ] || set -- tests/promises/locks/test_interrupt.py tests/promises/locks/test_locks.py tests/session/test_session.py \
-    tests/sql/test_direct.py tests/sql/test_mysql.py
+    tests/promises/database/test_statements.py tests/promises/database/test_mysql.py
 PYTHONPATH=$PWD "$venv/bin/python" -m tests.run mysql -- "$@"

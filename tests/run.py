@@ -46,14 +46,14 @@ ENGINES = ("sqlite", "postgresql", "mariadb", "mysql")
 BACKENDS = "backends"
 NEWEST = "newest"
 NEWEST_ENGINES = ("postgresql", "mariadb")
-# The contract and the random histories of tests/database/test_table.py contain each of
+# The contract and the random histories of tests/units/database contain each of
 # our statements. The other files contain errors of locked rows and of lost sessions.
 NEWEST_TESTS = [
     "tests/testing/test_contract.py",
-    "tests/database/test_table.py",
-    "tests/database/test_table_locks.py",
-    "tests/database/test_faults.py",
-    "tests/test_transactions.py",
+    "tests/units/database/test_table.py",
+    "tests/promises/database/test_table_locks.py",
+    "tests/promises/database/test_faults.py",
+    "tests/promises/database/test_transactions.py",
     "tests/promises/locks/test_guard.py",
     "tests/promises/locks/test_guard_isolation.py",
     "tests/units/database/test_guards.py",

@@ -24,7 +24,7 @@ from dlocks import (
     lock_acquired,
 )
 from tests import jobs
-from tests.database.test_faults import on_server, server  # noqa: F401 (fixtures)
+from tests.promises.database.test_faults import on_server, server  # noqa: F401 (fixtures)
 from tests.internals import KeyState, backends, election
 from tests.scripts import run_python
 from tests.timing import eventually, in_time

@@ -1,4 +1,4 @@
 """A Django project with django-tenants in its own process.
 
-tests/sql/test_tenants.py uses it.
+tests/promises/database/test_tenants.py uses it.
 """

@@ -57,7 +57,7 @@ class TestOptimistic(Contract):
         return OptimisticBackend("default", **options)
 
 
-# tests/database/test_observed.py runs these statements on every engine.
+# tests/promises/database/test_observed.py runs these statements on every engine.
 @pytest.mark.engine("postgresql")
 class TestObserved(Contract):
     """The contract with ``expiry="observed"``, where expiry takes longer.
@@ -197,7 +197,7 @@ class TestLeastPrivilege(Contract):
     """A role with SELECT, INSERT and UPDATE can do everything but delete.
 
     The rights on PostgreSQL are tested one by one in
-    tests/database/test_least_privilege.py.
+    tests/promises/database/test_least_privilege.py.
     """
 
     role = "dlocks_app"

@@ -725,7 +725,7 @@ class TestInsideATestCase(TestCase):
 
     @pytest.mark.driver
     def test_locks_work_in_a_testcase(self):
-        """They can be nested with atomic blocks in both ways, and are not queued for."""
+        """They can be nested with atomic blocks in both ways."""
         with db_lock("stock:7", timeout=0) as hold:
             assert hold.scope == "transaction"
             assert hold.queue_length() == 0
