@@ -24,8 +24,8 @@ from dlocks import (
     lock_acquired,
 )
 from tests import jobs
-from tests.promises.database.test_faults import on_server, server  # noqa: F401 (fixtures)
 from tests.internals import KeyState, backends, election
+from tests.promises.database.test_faults import on_server, server  # noqa: F401 (fixtures)
 from tests.scripts import run_python
 from tests.timing import eventually, in_time
 

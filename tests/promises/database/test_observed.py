@@ -15,7 +15,6 @@ from django.db import connection, connections
 from django.test import override_settings
 
 from dlocks import LockLost, LockStale, LockTimeout, db_lock, db_rwlock
-from dlocks.models import LockClaim, ResourceLock
 from tests import jobs
 from tests.settings import DLOCKS, ENGINE, PESSIMISTIC
 from tests.timing import in_time
@@ -36,7 +35,7 @@ def watched(key="stock:7", using="watching", **policy):
     return db_lock(key, using=using, **policy)
 
 
-def ran_out(*keys, model=ResourceLock):
+def ran_out(*keys, table="dlocks_resourcelock"):
     """Expire leases by the database's clock, as a step of that clock would.
 
     Without keys, all leases expire.
@@ -48,9 +47,7 @@ def ran_out(*keys, model=ResourceLock):
     }[connection.vendor]
     where = f"WHERE key_resource IN ({', '.join(['%s'] * len(keys))})" if keys else ""
     with connection.cursor() as cursor:
-        cursor.execute(
-            f"UPDATE {model._meta.db_table} SET end_time = {end} {where}", keys
-        )
+        cursor.execute(f"UPDATE {table} SET end_time = {end} {where}", keys)
 
 
 def test_a_dead_holders_key_is_taken_over_after_ttl_and_grace(doomed, threads):
@@ -120,7 +117,7 @@ def test_a_holder_expired_by_the_clock_still_excludes(doomed, threads):
     assert holder.call(jobs.acquire, "read", using="watching", shared=True)
     holder.stop()
     ran_out()
-    ran_out(model=LockClaim)
+    ran_out(table="dlocks_lockclaim")
 
     def wait(lock):
         with pytest.raises(LockTimeout):
