@@ -1,4 +1,4 @@
-"""The lock API over a simulated database and a virtual clock.
+"""The lock API over the memory backend and a virtual clock.
 
 A schedule of bytes decides which actor takes the next step, and which call fails.
 Nothing waits and there are no threads. The actors are callers, their keepers and their
@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from dlocks import Hold, LockBackendError, LockError, LockLost, LockTimeout, db_lock
 from tests.internals import (
@@ -22,12 +21,11 @@ from tests.internals import (
     HANDOVER_LEASE,
     HEARTBEAT_TIMEOUT,
     Acquisition,
-    Backend,
     Claim,
-    Grant,
     Keeper,
+    KeyState,
+    MemoryBackend,
     ThreadWakeup,
-    Ticket,
     Waiters,
     acquire,
     backends,
@@ -44,60 +42,6 @@ GRACE = 0.5
 KEY = "stock:7"
 
 
-@dataclass
-class QueuedClaim:
-    claim: Claim
-    number: int
-    heard_until: float
-
-
-@dataclass
-class Database:
-    """One row and its queue, with a clock of its own."""
-
-    sim: Simulation
-    ahead: float = 0.0
-    owner: str = ""
-    processing: bool = False
-    end: float = -math.inf
-    token: int = 0
-    line: list[QueuedClaim] = field(default_factory=list)
-    tickets: int = 0
-
-    @property
-    def now(self) -> float:
-        return self.sim.time + self.ahead
-
-    def free(self, grace: float) -> bool:
-        return self.end + (grace if self.processing else 0.0) <= self.now
-
-    def live(self) -> list[QueuedClaim]:
-        return [ticket for ticket in self.line if ticket.heard_until > self.now]
-
-    def grants(self, claim: Claim) -> bool:
-        """Return whether this claim has the key now."""
-        return self.owner == claim.owner and self.processing and self.end > self.now
-
-    def queued(self, claim: Claim) -> list[QueuedClaim]:
-        return [ticket for ticket in self.line if ticket.claim.owner == claim.owner]
-
-    def leave(self, claim: Claim) -> None:
-        self.line = [one for one in self.line if one.claim.owner != claim.owner]
-
-    def grant(self, claim: Claim, seconds: float) -> int:
-        self.owner, self.processing, self.end = claim.owner, True, self.now + seconds
-        self.token += 1
-        self.leave(claim)
-        return self.token
-
-    def move_on(self, grace: float) -> None:
-        live = self.live()
-        if live and self.free(grace):
-            claim = live[0].claim
-            self.grant(claim, min(claim.ttl, HANDOVER_LEASE))
-            self.sim.notified.append(claim.owner)
-
-
 def request(act: Callable[..., Any]) -> Any:
     """Make a method a request, which may be lost, or whose reply may be lost."""
 
@@ -108,7 +52,11 @@ def request(act: Callable[..., Any]) -> Any:
         sim.meanwhile()
         if fault == "request":
             raise LockBackendError("the request was lost")
+        queued = {waiting.claim.owner for waiting in sim.state.queue}
         answer = act(backend, *args, **options)
+        held = sim.state.held
+        if held is not None and held.claim.owner in queued:
+            sim.notified.append(held.claim.owner)
         sim.meanwhile()
         if fault == "reply":
             raise LockBackendError("the reply was lost")
@@ -129,91 +77,26 @@ class NoThreads:
         return False
 
 
-class SimulatedBackend(Backend):
-    supports_queue: ClassVar[bool] = True
+class SimulatedBackend(MemoryBackend):
+    """The database of all callers, with a clock of its own, as one of them sees it."""
 
     def __init__(self, number: int, sim: Simulation) -> None:
         super().__init__(f"simulated {number}", ttl=TTL, timeout=20.0, grace=GRACE)
         self.sim = sim
-        self.database = sim.database
+        self.time = lambda: sim.time + sim.ahead
+        self._states, self._positions = sim.states, sim.positions
 
     @property
     def identity(self) -> str:
         # Each caller is a process of its own.
         return self.alias
 
-    @request
-    def acquire(self, claim: Claim) -> Grant | None:
-        database = self.database
-        again = database.owner == claim.owner and (
-            database.processing or database.end > database.now
-        )
-        if not again and (not database.free(self.grace) or database.live()):
-            return None
-        return Grant(database.grant(claim, claim.ttl))
-
-    @request
-    def renew(self, claims: Sequence[Claim]) -> Mapping[str, float]:
-        held = [claim for claim in claims if self.database.grants(claim)]
-        for claim in held:
-            self.database.end = self.database.now + claim.ttl
-        return {claim.owner: claim.ttl for claim in held}
-
-    @request
-    def verify(self, claims: Sequence[Claim], count: int | None = None) -> bool:
-        return self.database.grants(claims[0])
-
-    @request
-    def release(self, claim: Claim, *, failed: bool = False, keep: float = 0.0) -> bool:
-        database = self.database
-        database.leave(claim)
-        if database.owner != claim.owner:
-            return False
-        if database.processing:
-            database.processing, database.end = False, database.now
-            database.move_on(self.grace)
-        return True
-
-    def holder(self, key: str) -> None:
-        return None
-
-    @request
-    def enqueue(
-        self, claim: Claim, channel: str = "", position: int | None = None
-    ) -> Ticket | None:
-        database = self.database
-        free = database.free(self.grace)
-        if database.owner == claim.owner and database.processing and not free:
-            return Ticket(must_retry=True)
-        if not database.queued(claim):
-            if free and not database.live():
-                return Ticket(must_retry=True)
-            database.tickets += 1
-            heard_until = database.now + HEARTBEAT_TIMEOUT
-            database.line.append(
-                QueuedClaim(claim, position or database.tickets, heard_until)
-            )
-            database.line.sort(key=lambda one: one.number)
-        (ticket,) = database.queued(claim)
-        database.move_on(self.grace)
-        return Ticket(position=ticket.number)
-
-    @request
-    def poll(
-        self, claims: Sequence[Claim], *, heartbeat: bool = True
-    ) -> Mapping[str, Ticket]:
-        database, places = self.database, {}
-        for claim in claims:
-            for ticket in database.queued(claim) if heartbeat else ():
-                ticket.heard_until = database.now + HEARTBEAT_TIMEOUT
-        database.move_on(self.grace)
-        for claim in claims:
-            if database.grants(claim):
-                grant = Grant(database.token, database.end - database.now)
-                places[claim.owner] = Ticket(grant=grant)
-            elif database.queued(claim):
-                places[claim.owner] = Ticket(ahead=1)
-        return places
+    acquire = request(MemoryBackend.acquire)
+    renew = request(MemoryBackend.renew)
+    verify = request(MemoryBackend.verify)
+    release = request(MemoryBackend.release)
+    enqueue = request(MemoryBackend.enqueue)
+    poll = request(MemoryBackend.poll)
 
 
 class Room(Waiters):
@@ -249,7 +132,10 @@ class Simulation:
         self.time = 1000.0
         # The owners of granted claims whose process has not read the notification yet.
         self.notified: list[str] = []
-        self.database = Database(self)
+        # The database has one key, and its clock is ahead by some seconds.
+        self.states: dict[str, KeyState] = {}
+        self.positions = itertools.count(1)
+        self.ahead = 0.0
         self.backends = [SimulatedBackend(number, self) for number in range(CALLERS)]
         self.rooms = [Room(backend) for backend in self.backends]
         self.people = [Person() for _ in range(CALLERS)]
@@ -263,6 +149,10 @@ class Simulation:
         self.armed = ""
         self.tokens: list[int] = []
         self.log: list[str] = []
+
+    @property
+    def state(self) -> KeyState:
+        return self.states.get(KEY, KeyState())
 
     def run(self) -> None:
         with self._installed():
@@ -303,7 +193,7 @@ class Simulation:
             ]
         elif kind == 5:
             # The database's clock steps forward by less than the grace, and back again.
-            self.database.ahead = 0.0 if self.database.ahead else 0.4
+            self.ahead = 0.0 if self.ahead else 0.4
         else:
             self.armed = "reply" if kind == 6 else "request"
 
@@ -337,7 +227,7 @@ class Simulation:
             attempt = self.attempts[number] = acquisition, acquisition.steps()
         acquisition, steps = attempt
         floor = max(self.tokens, default=0)
-        began = self.database.token
+        began = self.state.version
         try:
             if next(steps, DONE) is not DONE:
                 return
@@ -352,7 +242,7 @@ class Simulation:
         # The token is larger than all tokens that were granted before the request. A
         # token that is held was never granted before.
         if hold.held:
-            assert hold.token > floor or began != self.database.token, (
+            assert hold.token > floor or began != self.state.version, (
                 f"token {hold.token} after {floor}"
             )
             assert hold.token not in self.tokens, f"token {hold.token} twice"
@@ -369,7 +259,8 @@ class Simulation:
         except LockBackendError:
             return
         assert held
-        assert not (self.database.owner == hold.owner and self.database.processing), (
+        state = self.state
+        assert not (state.is_held and state.held.claim.owner == hold.owner), (
             "released, but not free"
         )
 
