@@ -73,7 +73,7 @@ test-psycopg2:
 	@$(MAKE) --no-print-directory VENV=$(PSYCOPG2) $(PSYCOPG2)/.test-psycopg2
 	@$(PSYCOPG2)/bin/python -m tests.run postgresql -- $(or $(ARGS),tests/testing/test_contract.py::TestPessimistic \
 	    tests/promises/database/test_transactions.py tests/promises/database/test_queue.py \
-	    -k 'not (many_waiting or many_new or stopped_at or readers_and_writers_in or dropped)')
+	    -k 'not (many_waiting or many_new or readers_and_writers_in)')
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .

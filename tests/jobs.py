@@ -47,24 +47,6 @@ def hold(pipe, key, **policy):
     return "released"
 
 
-def stop_within_a_step(pipe, key, **policy):
-    """Acquire a read lock, and stop until notified once the lock row is locked."""
-    backend = backends[policy.get("using", "default")]
-    load = backend._load
-
-    def stop(*args, **kwargs):
-        state = load(*args, **kwargs)
-        if not stopped:
-            stopped.append(True)
-            pipe.say("locked")
-            pipe.hear()
-        return state
-
-    stopped, backend._load = [], stop
-    with db_rwlock(key, **policy).read() as held:
-        return held.token
-
-
 def token_of(lock):
     """Acquire and release, and return the token."""
     with lock as held:
@@ -1177,55 +1159,6 @@ def read_or_write(pipe, path, key, *, times, write, **policy):
                 path.write_text(str(value + 2))
 
 
-def wait_and_time_out(pipe, key):
-    """Wait for a key that another thread of this process holds.
-
-    Then close this process's connections. Return the name of the error.
-    """
-    taken, done = threading.Event(), threading.Event()
-
-    def hold():
-        with db_lock(key):
-            taken.set()
-            done.wait(30)
-        connections.close_all()
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    taken.wait(30)
-    try:
-        db_lock(key, timeout=0.7).acquire().release()
-    except LockError as error:
-        return type(error).__name__
-    finally:
-        done.set()
-        thread.join(30)
-        connections.close_all()
-        close_pool = getattr(connections["default"], "close_pool", None)
-        if close_pool is not None:
-            close_pool()
-
-
-def enter_and_leave(pipe, key, *, seconds, **policy):
-    """Acquire and release the key repeatedly, and ignore lock errors."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        with suppress(LockError), db_lock(key, timeout=None, **policy):
-            pass
-
-
-def longest_wait(pipe, key, *, seconds, **policy):
-    end, longest = time.monotonic() + seconds, 0.0
-    while time.monotonic() < end:
-        asked = time.monotonic()
-        hold = db_lock(key, timeout=None, **policy).acquire()
-        longest = max(longest, time.monotonic() - asked)
-        # The hold is lost if this process did not run for the length of its ttl.
-        with suppress(LockLost):
-            hold.release()
-    return longest
-
-
 def count_several(pipe, directory, keys, *, seed, seconds, scope, **policy):
     """Increment the counters of several keys at a time, in any order.
 
@@ -1474,25 +1407,6 @@ def lease_in_a_transaction(pipe, key):
     with transaction.atomic():
         with db_lock(key, scope="lease"):
             return ResourceLock.objects.filter(pk=key, status="P").count()
-
-
-def wait_in_an_open_transaction(pipe, key, **policy):
-    """Time out while waiting in a transaction that already has a session.
-
-    Return the name of the error, and the duration in seconds.
-    """
-    from tests.internals import ResourceLock
-
-    with transaction.atomic():
-        ResourceLock.objects.exists()
-        pipe.say("open")
-        pipe.hear()
-        began = time.monotonic()
-        try:
-            db_lock(key, **policy).acquire()
-        except LockError as error:
-            transaction.set_rollback(True)
-            return type(error).__name__, time.monotonic() - began
 
 
 def write_and_try(pipe, key, **policy):

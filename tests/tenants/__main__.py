@@ -1,8 +1,7 @@
 """Run scenarios by name and write their results as JSON.
 
 There is one name per line of input and one line of JSON per result. The process has its
-own database with the tenants acme and globex, and dlocks is at first in the list of
-apps of the tenants alone. Two other scenarios change this.
+own database with the tenants acme and globex. Two scenarios move the tables.
 """
 
 from __future__ import annotations
@@ -16,61 +15,30 @@ import traceback
 from io import StringIO
 
 import django
-import psycopg
-from django.conf import settings
 
-DATABASE = f"dlocks_tenants_{os.getpid()}"
+os.environ["DJANGO_SETTINGS_MODULE"] = "tests.tenants.settings"
+django.setup()
+
+# ruff: noqa: E402 (models need the settings)
+import psycopg
+from asgiref.sync import async_to_sync, sync_to_async
+from django.conf import settings
+from django.core.checks import run_checks
+from django.core.exceptions import ImproperlyConfigured
+from django.core.management import call_command
+from django.db import connection, connections, transaction
+from django_tenants.utils import schema_context as tenant
+
+from dlocks import db_lock, db_semaphore, history, resume_hold
+from dlocks.models import HoldRecord, ResourceLock
+from tests.internals import backends, holds_by_caller, schemas
+from tests.tenants.models import Client, Domain
+from tests.tenants.settings import DATABASE
+
 SERVER = {"host": "127.0.0.1", "port": os.environ["DLOCKS_TEST_PORT"], "user": "dlocks"}
 
 
-def of_tenant():
-    from django.db import connection
-
-    return f"{connection.schema_name}:"
-
-
-def configure():
-    shared = ["django_tenants", "django.contrib.contenttypes", "tests.tenants"]
-    tenants = ["dlocks"]
-    backend = "dlocks.backends.database.PessimisticBackend"
-    server = {
-        "NAME": DATABASE,
-        **{name.upper(): value for name, value in SERVER.items()},
-    }
-    settings.configure(
-        DATABASES={
-            "default": {"ENGINE": "django_tenants.postgresql_backend", **server},
-            "acme": {
-                "ENGINE": "django.db.backends.postgresql",
-                "OPTIONS": {"options": "-c search_path=acme"},
-                **server,
-            },
-        },
-        DATABASE_ROUTERS=["django_tenants.routers.TenantSyncRouter"],
-        DEFAULT_AUTO_FIELD="django.db.models.BigAutoField",
-        DLOCKS={
-            "default": {"BACKEND": backend, "OPTIONS": {"history": True}},
-            "optimistic": {"BACKEND": "dlocks.backends.database.OptimisticBackend"},
-            "insert": {"BACKEND": "dlocks.backends.database.InsertBackend"},
-            "tenant": {"BACKEND": backend, "OPTIONS": {"prefix": of_tenant}},
-        },
-        SECRET_KEY="tests",
-        SHARED_APPS=shared,
-        TENANT_APPS=tenants,
-        INSTALLED_APPS=[*shared, *tenants],
-        TENANT_MODEL="tenants.Client",
-        TENANT_DOMAIN_MODEL="tenants.Domain",
-        USE_TZ=True,
-    )
-    django.setup()
-
-
 def make_tenants():
-    from django.core.management import call_command
-    from django.db import connection
-
-    from tests.tenants.models import Client, Domain
-
     with connection.schema_editor() as editor:
         editor.create_model(Client)
         editor.create_model(Domain)
@@ -84,8 +52,6 @@ def make_tenants():
 
 def share():
     """Create the tables in the public schema too."""
-    from django.core.management import call_command
-
     settings.SHARED_APPS.append("dlocks")
     # Django recorded the migration in that schema although it created no table.
     call_command(
@@ -96,10 +62,6 @@ def share():
 
 def share_alone():
     """Drop the tables of the tenants."""
-    from django.db import connection
-
-    from tests.internals import backends, holds_by_caller, schemas
-
     settings.TENANT_APPS.remove("dlocks")
     with connection.cursor() as cursor:
         for table, name in itertools.product(
@@ -114,16 +76,8 @@ def share_alone():
     backends.reset()
 
 
-def tenant(name):
-    from django_tenants.utils import schema_context
-
-    return schema_context(name)
-
-
 def rows_of(schema):
     """Return the keys in the table of a schema, or None if it has no table."""
-    from django.db import connection
-
     with connection.cursor() as cursor:
         cursor.execute(
             "SELECT to_regclass(%s) IS NULL", [f"{schema}.dlocks_resourcelock"]
@@ -137,11 +91,6 @@ def rows_of(schema):
 
 
 def refused():
-    from django.core.checks import run_checks
-    from django.core.exceptions import ImproperlyConfigured
-
-    from dlocks import db_lock
-
     said = []
     for name in ("acme", "public"):
         with tenant(name):
@@ -155,8 +104,6 @@ def refused():
 
 def renewed_for_longer_than_its_ttl():
     """Renew from a background thread, whose connection belongs to no tenant."""
-    from dlocks import db_lock
-
     with tenant("acme"), db_lock("renewed", ttl=1) as hold:
         threading.Event().wait(1.3)
         hold.check()
@@ -165,10 +112,6 @@ def renewed_for_longer_than_its_ttl():
 
 
 def new_key_in_a_transaction():
-    from django.db import transaction
-
-    from dlocks import db_lock
-
     granted = []
     with tenant("acme"):
         for using in ("default", "optimistic", "insert"):
@@ -183,10 +126,6 @@ def every_kind():
     These are a lease, several keys, a semaphore, guarded commits, and a lock in
     transaction scope.
     """
-    from django.db import transaction
-
-    from dlocks import db_lock, db_semaphore
-
     done = []
     with tenant("globex"):
         for using in ("default", "optimistic", "insert"):
@@ -204,11 +143,6 @@ def every_kind():
 
 def without_the_public_schema():
     """Use a search path that has only the tenant's schema."""
-    from django.db import connection, transaction
-
-    from dlocks import db_lock
-    from dlocks.models import ResourceLock
-
     with tenant("acme"):
         connection.set_schema("acme", include_public=False)
         with (
@@ -224,8 +158,6 @@ def without_the_public_schema():
 
 def guarded_on_another_alias():
     """Guard on the alias acme, whose search path has only that schema."""
-    from dlocks import db_lock, db_semaphore
-
     guarded = []
     for lock in (db_lock("stock:7"), db_semaphore("permits", 2)):
         with lock as hold, hold.atomic(using="acme"):
@@ -236,10 +168,6 @@ def guarded_on_another_alias():
 
 def handed_over_to_another_tenant():
     """Queue a waiter in globex behind a holder in acme until the handover."""
-    from django.db import connection
-
-    from dlocks import db_lock
-
     order, queued = [], threading.Event()
 
     def wait():
@@ -266,11 +194,6 @@ def seen_by_the_commands():
 
     reap_locks frees a stale lock of another tenant.
     """
-    from django.core.management import call_command
-
-    from dlocks import db_lock
-    from tests.internals import backends
-
     with tenant("globex"), db_lock("seen"):
         with tenant("acme"):
             out = StringIO()
@@ -293,9 +216,6 @@ def seen_by_the_commands():
 
 def recorded():
     """Write the history in a background thread and read it in a tenant."""
-    from dlocks import db_lock, history
-    from dlocks.models import HoldRecord
-
     with tenant("acme"):
         with db_lock("recorded"):
             pass
@@ -309,11 +229,6 @@ def keys_of_each_tenant():
 
     Each tenant sees only its own keys.
     """
-    from django.core.management import call_command
-
-    from dlocks import db_lock
-    from dlocks.models import ResourceLock
-
     lock = db_lock("nightly", using="tenant")
     listed = []
     with tenant("acme"), lock as first, tenant("globex"), lock as second:
@@ -334,11 +249,6 @@ async def keys_of_each_tenant_in_a_coroutine():
 
     A view behind a synchronous middleware does the same.
     """
-    from asgiref.sync import sync_to_async
-    from django.db import connection
-
-    from dlocks import db_lock
-
     await sync_to_async(lambda: connection.set_schema("acme"))()
     lock = db_lock("nightly", using="tenant")
     try:
@@ -350,8 +260,6 @@ async def keys_of_each_tenant_in_a_coroutine():
 
 def resumed_in_another_tenant():
     """Resume a hold in another tenant, with the key that was granted."""
-    from dlocks import db_lock, resume_hold
-
     with tenant("acme"):
         text = db_lock("handed", using="tenant").acquire().detach()
     with tenant("globex"), resume_hold(text) as hold:
@@ -363,8 +271,6 @@ def tables():
 
 
 def call(name):
-    from asgiref.sync import async_to_sync
-
     situation = globals()[name]
     if name.endswith("coroutine"):
         situation = async_to_sync(situation)
@@ -379,10 +285,6 @@ def main():
     answers, sys.stdout = sys.stdout, sys.stderr
     with psycopg.connect(dbname="postgres", autocommit=True, **SERVER) as server:
         server.execute(f"CREATE DATABASE {DATABASE}")
-    configure()
-    from django.db import connections
-
-    from dlocks import history
 
     try:
         make_tenants()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 import time
 
@@ -238,26 +237,6 @@ def test_a_handover_beside_a_heartbeat_fails_no_statement(threads, in_queue):
 
 
 # Processes that stop.
-
-
-@SERVERS
-def test_a_process_stopped_at_any_point_blocks_others_briefly(doomed, workers):
-    """It may be stopped in a queue transaction, with the lock row locked."""
-    crowd, victim = workers(2), doomed()
-    victim.start(jobs.enter_and_leave, "stock:7", seconds=0.8, using=ONE, ttl=1.0)
-    for worker in crowd:
-        worker.start(jobs.longest_wait, "stock:7", seconds=0.8, using=ONE, ttl=1.0)
-    time.sleep(random.uniform(0.1, 0.3))
-    victim.stop()
-    stopped = time.monotonic()
-    longest = max(worker.hear() for worker in crowd)
-    # The server ends a transaction in which it was stopped for that long.
-    time.sleep(max(0.0, stopped + 2.7 - time.monotonic()))
-    victim.resume()
-    # The victim was not ended while it was in the queue.
-    victim.hear()
-    # The sum of its lease, its grace, its turn and the limit of a transaction.
-    in_time(longest, 4.0)
 
 
 def stop_within_a_step(pipe, key):

@@ -501,21 +501,3 @@ def test_a_task_of_a_closed_loop_blocks_no_waiter(in_queue, in_other_thread, unt
     began = time.monotonic()
     with db_lock("stock:7", timeout=10):
         in_time(time.monotonic() - began, 1.0)
-
-
-@pytest.mark.engine("postgresql")
-def test_a_database_can_be_dropped_half_a_second_after_a_wait(until, doomed):
-    """A test runner does this at its end, while the waiting process still runs."""
-    name = connection.ops.quote_name("dropped")
-    with connection.cursor() as cursor:
-        cursor.execute(f"DROP DATABASE IF EXISTS {name}")
-        cursor.execute(f"CREATE DATABASE {name}")
-    holder = doomed(DLOCKS_TEST_NAME="dropped")
-    holder.call(jobs.migrate_databases, "default")
-    assert holder.call(jobs.wait_and_time_out, "stock:7") == "LockTimeout"
-    left = time.monotonic()
-    until(lambda: sessions("dropped") == 0)
-    took = time.monotonic() - left
-    with connection.cursor() as cursor:
-        cursor.execute(f"DROP DATABASE {name}")
-    in_time(took, 0.6)

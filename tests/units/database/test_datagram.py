@@ -209,14 +209,3 @@ def test_a_closed_socket_is_replaced_by_the_next_notifier():
     assert notifier.wait(5)
     notifier.close()
     connection.close()
-
-
-@pytest.mark.driver
-def test_the_option_says_whether_to_listen(channel):
-    kind = type(backends["default"])
-    assert kind("default", listen=False).notifier(channel) is None
-    if connection.vendor == "postgresql":
-        assert kind("default", listen=True).notifier(channel) is not None
-    connection.close()
-    with pytest.raises(TypeError, match="listen"):
-        kind("default", listen="yes")

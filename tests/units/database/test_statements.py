@@ -13,10 +13,9 @@ from functools import partial
 import pytest
 from django.db import connection, transaction
 
-from dlocks import LockBackendError, LockTimeout, db_lock
+from dlocks import LockTimeout, db_lock
 from tests.internals import (
     PREPARED_AT,
-    STATEMENTS_PREPARED,
     ResourceLock,
     _with_limit,
     backends,
@@ -86,67 +85,6 @@ def new_session():
     connection.close()
 
 
-def prepared():
-    """Return the prepared statements of this session and their execution counts."""
-    with connection.cursor() as cursor:
-        cursor.execute(
-            "SELECT name, generic_plans + custom_plans FROM pg_prepared_statements"
-        )
-        return dict(cursor.fetchall())
-
-
-@POSTGRESQL
-@pytest.mark.usefixtures("new_session")
-def test_frequent_statements_are_prepared_and_planned_once():
-    """A request that acquires a lock once prepares nothing.
-
-    In a transaction nothing is prepared. A statement that the session has forgotten
-    raises an error, which would abort the caller's work there.
-    """
-    for _ in range(PREPARED_AT + 3):
-        with transaction.atomic(), db_lock("stock:7"):
-            pass
-    use(PREPARED_AT - 1)
-    assert not prepared()
-    use(PREPARED_AT + 10)
-    counts = prepared()
-    assert len(counts) == 2, "to acquire, to release"
-    assert min(counts.values()) > 10
-
-
-@POSTGRESQL
-@pytest.mark.usefixtures("new_session")
-def test_the_number_of_prepared_statements_is_limited(monkeypatch):
-    """With ``prepare=False``, no statement is prepared.
-
-    With ``spin=0``, a caller sleeps until the server replies.
-    """
-
-    def use_often(**options):
-        backend = kind("default", **options)
-        for _ in range(PREPARED_AT + 3):
-            assert backend.acquire(claim)
-            assert backend.release(claim)
-
-    kind = type(backends["default"])
-    with db_lock("stock:7") as hold:
-        claim = hold.claim
-    use_often(prepare=False)
-    assert not prepared()
-    for wrong, error in ({"prepare": "yes"}, TypeError), ({"spin": -1}, ValueError):
-        with pytest.raises(error, match=next(iter(wrong))):
-            kind("default", **wrong)
-    for number in range(STATEMENTS_PREPARED + 20):
-        for _ in range(PREPARED_AT + 1):
-            backends["default"]._rows(f"SELECT {number}", {})
-    assert len(prepared()) == STATEMENTS_PREPARED
-    use(5)
-    connection.close()
-    monkeypatch.setattr("os.sched_yield", lambda: pytest.fail("it polled"))
-    use_often(spin=0, listen=False)
-    assert prepared()
-
-
 @POSTGRESQL
 @pytest.mark.usefixtures("new_session")
 def test_an_interrupt_does_not_wait_for_a_silent_server(monkeypatch, until):
@@ -180,25 +118,6 @@ def test_an_interrupt_does_not_wait_for_a_silent_server(monkeypatch, until):
             os.kill(pid, signal.SIGCONT)
         in_time(time.monotonic() - began, 10.0)
         use(1)
-
-
-@POSTGRESQL
-@pytest.mark.usefixtures("new_session")
-def test_prepared_statements_raise_the_same_errors():
-    """A statement that the server refuses raises the same error and code.
-
-    It is never reported as a busy key. The same text is accepted.
-    """
-    use(PREPARED_AT + 3)
-    backend, sql = backends["default"], "SELECT length(%(holder)s)"
-    for _ in range(PREPARED_AT + 1):
-        with pytest.raises(LockBackendError, match="division by zero") as error:
-            backend._rows("SELECT 1 / %(number)s", {"number": 0})
-        assert error.value.__cause__.__cause__.sqlstate == "22012"
-        assert backend._rows(sql, {"holder": "ä'\\ €"}) == [(5,)]
-    with pytest.raises(LockBackendError, match="NUL"):
-        backend._rows(sql, {"holder": "a\0b"})
-    use(1)
 
 
 @pytest.mark.engine("sqlite")
