@@ -9,16 +9,12 @@ import os
 import threading
 import time
 from functools import partial
-from io import StringIO
 
 import pytest
-from django.core.management import call_command
-from django.db import connection, transaction
+from django.db import connection
 
 from dlocks import db_lock
-from dlocks.models import LockClaim, ResourceLock
-from tests import jobs, rows
-from tests.models import Counter
+from tests import jobs
 from tests.processes import Worker
 from tests.proxy import Proxy
 from tests.servers import SERVERS
@@ -155,33 +151,6 @@ def test_locks_work_with_innodb_snapshot_isolation(doomed, tmp_path):
             tokens = [token for worker in crowd for token in worker.hear()]
             assert path.read_text() == f"{times * len(crowd)} {max(tokens)}"
         assert len(crowd[0].call(jobs.whole_cycle, using)) == 5
-
-
-@pytest.mark.engine("mariadb")
-def test_a_step_that_the_server_rolls_back_runs_again(threads, until):
-    """A deadlock of row locks costs a retry, and is no error.
-
-    The step has locked the key and waits for a claim. A transaction does the opposite.
-    """
-    rows.held("stock:7")
-    dead = rows.claim("stock:7", rows.PAST)
-    with transaction.atomic(), connection.cursor() as cursor:
-        # The server rolls back the transaction that has changed fewer rows.
-        Counter.objects.bulk_create(Counter(name=f"{one}") for one in range(100))
-        LockClaim.objects.select_for_update().get(pk=dead.pk)
-        removal = threads(lambda: call_command("reap_locks", stdout=StringIO()))
-
-        def waits():
-            cursor.execute(
-                "SELECT COUNT(*) FROM information_schema.processlist WHERE id <>"
-                " CONNECTION_ID() AND info LIKE '%FOR UPDATE WAIT%'"
-            )
-            return cursor.fetchone()[0]
-
-        until(waits)
-        ResourceLock.objects.select_for_update().get(pk="stock:7")
-    removal.join(30)
-    assert not LockClaim.objects.exists()
 
 
 # A server takes seconds to start, so these tests restart it once for all backends.

@@ -1,14 +1,16 @@
-"""Renewals and statements that the database does not answer as usual."""
+"""Requests that the database does not answer as usual."""
 
 from __future__ import annotations
 
 import threading
 
 import pytest
-from django.db import connection
+from django.db import connection, transaction
 
 from dlocks import db_lock
-from tests.internals import ResourceLock, backends
+from tests import rows
+from tests.internals import LockClaim, ResourceLock, backends
+from tests.models import Counter
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -61,3 +63,31 @@ def test_a_lease_that_the_commit_renews_is_not_stale(threads, until, monkeypatch
     lock = db_lock("stock:7", using="brisk", takeover=False, timeout=30)
     with lock as next_hold:
         assert not next_hold.takeover
+
+
+@pytest.mark.engine("mariadb")
+def test_a_step_that_the_server_rolls_back_runs_again(threads, until):
+    """A deadlock of row locks costs a retry, and is no error.
+
+    The step has locked the key and waits for a claim. A transaction does the opposite.
+    """
+    rows.held("stock:7")
+    dead = rows.claim("stock:7", rows.PAST)
+    with transaction.atomic(), connection.cursor() as cursor:
+        # The server rolls back the transaction that has changed fewer rows.
+        Counter.objects.bulk_create(Counter(name=f"{one}") for one in range(100))
+        LockClaim.objects.select_for_update().get(pk=dead.pk)
+        removal = threads(lambda: backends["default"].take_out("stock:7", dead.pk))
+
+        def waits():
+            cursor.execute(
+                "SELECT COUNT(*) FROM information_schema.processlist WHERE id <>"
+                " CONNECTION_ID() AND info LIKE '%FOR UPDATE WAIT%'"
+            )
+            return cursor.fetchone()[0]
+
+        until(waits)
+        ResourceLock.objects.select_for_update().get(pk="stock:7")
+    removal.join(30)
+    assert removal.results == [True]
+    assert not LockClaim.objects.exists()
