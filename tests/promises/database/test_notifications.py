@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import select
+import socket
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ from asgiref.sync import sync_to_async
 from django.db import connection
 
 from dlocks import db_lock
+from dlocks.models import LockClaim
 from tests import jobs
 from tests.timing import in_time, seldom
 from tests.volume import volume
@@ -142,3 +144,23 @@ connection.close()
     assert (ended.returncode, ended.stdout) == (0, b"")
     assert b"Error" not in ended.stderr, ended.stderr
     assert b"Warning" not in ended.stderr, ended.stderr
+
+
+@pytest.mark.driver
+def test_a_forged_datagram_gives_no_hold(in_queue, threads):
+    """A sender that has read the table still lacks the SECRET_KEY."""
+    with db_lock("stock:7") as hold:
+        waiting = threads(lambda: db_lock("stock:7", timeout=30).acquire())
+        in_queue(1)
+        claim = LockClaim.objects.get()
+        grant = f"{claim.owner} {hold.token + 1} 1.5 {time.monotonic()}".encode()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+            for text in (b"", grant, b"0" * 32 + b" " + grant, b"\xff" * 10_000):
+                sender.sendto(text, "\0" + claim.channel.partition("@")[0])
+        time.sleep(0.2)
+        assert hold.held
+        assert waiting.is_alive()
+    waiting.join(30)
+    (granted,) = waiting.results
+    assert granted.token > hold.token
+    granted.release()

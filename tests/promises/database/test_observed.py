@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import threading
 import time
 from contextlib import contextmanager
 from functools import partial
@@ -11,14 +9,13 @@ from functools import partial
 import pytest
 from django.core.exceptions import ImproperlyConfigured
 from django.core.management import CommandError, call_command
-from django.db import connection, connections
+from django.db import connection
 from django.test import override_settings
 
 from dlocks import LockLost, LockStale, LockTimeout, db_lock, db_rwlock
 from tests import jobs
-from tests.settings import DLOCKS, ENGINE, PESSIMISTIC
+from tests.settings import DLOCKS, PESSIMISTIC
 from tests.timing import in_time
-from tests.volume import volume
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -218,37 +215,3 @@ def test_commands_end_no_observed_lease_by_the_clock():
                 with pytest.raises(CommandError, match=message):
                     call_command("clear_lock", "stock:7", "--yes", *flags, **watching)
             hold.check()
-
-
-@pytest.mark.once
-@pytest.mark.driver
-def test_clock_steps_lose_no_increment(workers, tmp_path):
-    """Processes that exclude each other by observation ignore a stepping clock."""
-    using = {"mariadb": "watching optimistic", "sqlite": "watching insert"}
-    policy = {"using": using.get(ENGINE, "watching"), "scope": "lease", "timeout": None}
-    path = tmp_path / "counter"
-    path.write_text("0 0")
-    crowd, tokens, times = workers(4), [], volume(6)
-    stop, steps = threading.Event(), []
-
-    def step():
-        # SQLite has one writer, so the clock steps less often there.
-        while not stop.wait(0.1 if connection.vendor == "sqlite" else 0.02):
-            ran_out()
-            steps.append(len(tokens))
-        connections.close_all()
-
-    thread = threading.Thread(target=step)
-    thread.start()
-    try:
-        # Repeat the work if it ended before the clock was stepped often enough.
-        while len(steps) <= 5:
-            for worker in crowd:
-                worker.start(jobs.count, str(path), "counter", times=times, **policy)
-            tokens += [worker.hear(100) for worker in crowd]
-    finally:
-        stop.set()
-        thread.join()
-    assert path.read_text().split()[0] == str(times * len(tokens))
-    everybody = list(itertools.chain.from_iterable(tokens))
-    assert len(set(everybody)) == len(everybody)

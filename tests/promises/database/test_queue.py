@@ -237,30 +237,6 @@ def test_many_new_waiters_do_not_block_the_release(workers, until):
     assert sum(worker.hear(120) for worker in crowd) == 4 * number
 
 
-@pytest.mark.driver
-def test_timeouts_during_a_handover_lose_no_waiter(threads):
-    """Each waiter is served or times out, and the key is free in the end."""
-
-    def wait(timeout):
-        try:
-            with db_lock("stock:7", timeout=timeout):
-                return "served"
-        except LockTimeout:
-            return "timeout"
-
-    rounds = volume(4)
-    for number in range(rounds):
-        held = db_lock("stock:7").acquire()
-        waiting = [threads(partial(wait, 0.05 + 0.002 * one)) for one in range(4)]
-        time.sleep(0.045 + 0.024 * number / rounds)
-        held.release()
-        for thread in waiting:
-            thread.join(30)
-        assert all(thread.results[0] in {"served", "timeout"} for thread in waiting)
-        with db_lock("stock:7", timeout=0.5):
-            pass
-
-
 @pytest.mark.psycopg3
 @pytest.mark.engine("postgresql")
 def test_a_waiter_on_another_host_is_notified(in_other_thread):

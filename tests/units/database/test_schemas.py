@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from django.db import connection, transaction
+from django.db import connection
 
-from dlocks import db_lock
-from tests.internals import HoldRecord, LockClaim, ResourceLock, backends, schemas
+from tests.internals import HoldRecord, LockClaim, ResourceLock, schemas
 
 pytestmark = [
     pytest.mark.engine("postgresql"),
@@ -30,61 +29,6 @@ def schema():
     with connection.cursor() as cursor:
         cursor.execute("RESET search_path")
         cursor.execute('DROP SCHEMA "its own" CASCADE')
-
-
-def is_empty(schema):
-    with connection.cursor() as cursor:
-        cursor.execute(
-            " UNION ALL ".join(f'SELECT 1 FROM "{schema}".{table}' for table in TABLES)
-        )
-        return not cursor.fetchall()
-
-
-def test_a_search_path_set_by_hand_changes_nothing(
-    schema, monkeypatch, django_assert_num_queries
-):
-    """The first lock of the process is acquired with this search path.
-
-    Callers without this search path use the same lock. Prepared statements keep their
-    schema. Only the first lock of a process queries the schema.
-    """
-    monkeypatch.setattr(schemas, "_schemas", {})
-
-    def run(sql):
-        with connection.cursor() as cursor:
-            cursor.execute(sql)
-
-    for using in "default", "optimistic", "insert", "brisk":
-        key, new = f"{using} 7", f"{using} 8"
-        schemas._schemas.clear()
-        backends.reset()
-        run('SET search_path TO "its own", public')
-        with db_lock(key, using=using) as hold:
-            assert db_lock(key, using=using).locked()
-            run("RESET search_path")
-            hold.renew()
-            assert ResourceLock.objects.filter(pk=key).exists()
-            with hold.atomic():
-                run('SET LOCAL search_path TO "its own"')
-                hold.check()
-                shown = ResourceLock.objects.filter(pk=key).by_clock().with_queue()
-                assert shown.get().state == "held"
-        with transaction.atomic():
-            run('SET LOCAL search_path TO "its own"')
-            with db_lock(new, using=using) as hold:
-                assert hold.scope == "transaction"
-        assert is_empty(schema), using
-    for path in ('"its own", public', "public", '"its own"'):
-        run(f"SET search_path TO {path}")
-        for _ in range(6):
-            with db_lock("stock:7"):
-                pass
-    assert is_empty(schema)
-    backends.reset()
-    for using in "default", "optimistic":
-        db_lock(key, using=using).acquire().release()
-        with django_assert_num_queries(2), db_lock(key, using=using):
-            pass
 
 
 PATHS = {
