@@ -290,23 +290,6 @@ def test_a_server_that_lets_transactions_idle_changes_nothing(doomed, workers):
                 cursor.execute(f"SET GLOBAL {name} = DEFAULT")
 
 
-@pytest.mark.engine("mariadb", "mysql")
-def test_a_step_leaves_no_limit_in_the_callers_session():
-    """The caller's session may be idle for as long as before."""
-    names = ["wait_timeout"]
-    if connection.mysql_is_mariadb:
-        names += [f"idle_{kind}transaction_timeout" for kind in IDLE_KINDS]
-    read = f"SELECT {', '.join(f'@@SESSION.{name}' for name in names)}"
-    with connection.cursor() as cursor:
-        for name in names:
-            cursor.execute(f"SET SESSION {name} = 1234")
-        with db_rwlock("stock:7").read():
-            cursor.execute(read)
-            assert set(cursor.fetchone()) == {1234}
-        cursor.execute(read)
-        assert set(cursor.fetchone()) == {1234}
-
-
 @pytest.mark.engine("postgresql")
 def test_a_thread_that_hangs_while_queueing_blocks_no_other(threads, in_queue):
     """Its connection may be dead while its driver still waits."""

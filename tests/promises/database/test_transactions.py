@@ -31,7 +31,8 @@ from tests.volume import volume
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
-FAMILY = for_each("using", ["default", "optimistic", "insert"])
+USING = ["default", "optimistic", "insert"]
+FAMILY = for_each("using", USING)
 SERVERS = pytest.mark.engine("postgresql", "mariadb", "mysql")
 # For what happens in this process. Its statements are those of other tests.
 TWO_SERVERS = pytest.mark.engine("postgresql", "mariadb")
@@ -279,35 +280,14 @@ def test_a_lock_with_autocommit_switched_off_is_refused(is_busy):
 # Isolation.
 
 
-@pytest.fixture
-def isolation():
-    """Return a function that sets the session's isolation level.
-
-    The level is restored after the test.
-    """
-    is_postgresql = connection.vendor == "postgresql"
-    scope = "SESSION CHARACTERISTICS AS" if is_postgresql else "SESSION"
-
-    def set_level(level):
-        with connection.cursor() as cursor:
-            cursor.execute(f"SET {scope} TRANSACTION ISOLATION LEVEL {level}")
-
-    yield set_level
-    if is_postgresql and connection.is_usable():
-        # A pool would hand this session to the next caller.
-        connection.cursor().execute("RESET default_transaction_isolation")
-    connection.close()
-
-
 @SERVERS
 @FAMILY
 @for_each("level", ["REPEATABLE READ", "SERIALIZABLE"])
-def test_a_lock_with_an_old_snapshot_is_refused(using, level, isolation, is_busy):
+def test_a_lock_with_an_old_snapshot_is_refused(using, level, is_busy):
     with db_lock("stock:7"):
         pass
-    isolation(level)
     for key in ("stock:7", "new"):
-        with transaction.atomic():
+        with jobs.isolated(level), transaction.atomic():
             Counter.objects.count()
             with pytest.raises(
                 RuntimeError, match=f"runs at {level}.*Acquire the lock before"
@@ -328,21 +308,21 @@ def test_a_lock_with_an_old_snapshot_is_refused(using, level, isolation, is_busy
         ("insert", "REPEATABLE READ"),
     ],
 )
-def test_a_lease_may_precede_a_snapshot_transaction(case, isolation, is_busy):
+def test_a_lease_may_precede_a_snapshot_transaction(case, is_busy):
     """Inside such a transaction, a lease causes a warning."""
     using, level = case
-    isolation(level)
     lock = db_lock("stock:7", using=using, scope="lease")
-    for _ in range(2):
-        with lock as hold, transaction.atomic():
-            Counter.objects.count()
-            hold.check()
-            assert is_busy(using=using)
-    assert not is_busy(using=using)
     message = rf"at {level}\. Its snapshot may be older"
-    with transaction.atomic(), pytest.warns(RuntimeWarning, match=message):
-        with lock as hold:
-            assert hold.held
+    with jobs.isolated(level):
+        for _ in range(2):
+            with lock as hold, transaction.atomic():
+                Counter.objects.count()
+                hold.check()
+                assert is_busy(using=using)
+        assert not is_busy(using=using)
+        with transaction.atomic(), pytest.warns(RuntimeWarning, match=message):
+            with lock as hold:
+                assert hold.held
 
 
 @SERVERS
@@ -634,29 +614,43 @@ def test_a_lease_can_be_reentered_after_its_min_hold(is_busy, until):
 
 
 @SERVERS
-def test_locks_do_not_change_the_settings_of_the_session(settings):
+def test_locks_do_not_change_the_settings_of_the_session():
+    """This includes the limits that a step sets for itself."""
     names = ["innodb_lock_wait_timeout", "tx_isolation", "autocommit", "sql_mode"]
     query = "SHOW SESSION VARIABLES WHERE variable_name IN %s"
     if connection.vendor == "postgresql":
         names = ["synchronous_commit", "lock_timeout", "statement_timeout"]
         names.append("transaction_isolation")
         query = "SELECT name, setting FROM pg_settings WHERE name = ANY(%s) ORDER BY 1"
+    else:
+        limits = ["wait_timeout"]
+        if connection.mysql_is_mariadb:
+            kinds = "", "readonly_", "write_"
+            limits += [f"idle_{kind}transaction_timeout" for kind in kinds]
+        names += limits
+        with connection.cursor() as cursor:
+            for name in limits:
+                cursor.execute(f"SET SESSION {name} = 1234")
 
     def session():
         with connection.cursor() as cursor:
             cursor.execute(query, [names])
             return cursor.fetchall()
 
-    for using in ("default", "optimistic", "insert"):
+    for lock in (
+        *(db_lock("stock:7", using=using) for using in USING),
+        db_rwlock("catalogue").read(),
+    ):
         before = session()
-        with db_lock("stock:7", using=using):
-            pass
+        with lock:
+            assert session() == before
         assert session() == before
         with transaction.atomic():
             before = session()
-            with db_lock("stock:7", using=using), db_lock("new", using=using):
+            with lock, db_lock("new"):
                 pass
             assert session() == before
+    connection.close()
 
 
 # Views and test cases.
