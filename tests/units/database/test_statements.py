@@ -1,8 +1,9 @@
-"""Statements past Django's cursor: their limits, errors and interrupts."""
+"""Statements and requests that only internal names reach: costs, errors, interrupts."""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sqlite3
 import sys
@@ -14,13 +15,20 @@ import pytest
 from django.db import connection, transaction
 
 from dlocks import LockTimeout, db_lock
+from tests import rows
 from tests.internals import (
     PREPARED_AT,
+    History,
+    LockClaim,
+    Log,
     ResourceLock,
     _with_limit,
     backends,
     by_sqlite3,
+    keeper,
+    signals,
 )
+from tests.models import Counter
 from tests.timing import in_time
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -183,3 +191,127 @@ def test_a_release_is_flushed_with_a_rollback_journal(tmp_path):
     ):
         raw.execute("SELECT * FROM sqlite_master")
     raw.close()
+
+
+def test_a_lease_that_cannot_be_written_is_not_prolonged(monkeypatch):
+    """Other processes see the row unchanged, and count from then."""
+    backend = backends["watching"]
+    for shared in False, True:
+        lock = db_lock("stock:7", using="watching", shared=shared)
+        with lock as hold, monkeypatch.context() as patch:
+            patch.setattr(backend, "_count", lambda *args, locked=None: locked())
+            left = backend.renew([hold.claim])
+            patch.undo()
+            assert left == {hold.claim.owner: 0.0}
+
+
+@pytest.mark.engine("postgresql", "mariadb", "mysql")
+def test_a_statement_that_is_only_slow_is_not_cancelled(monkeypatch):
+    """A commit may wait for a standby.
+
+    Only a statement that waits for a locked table is cancelled.
+    """
+    monkeypatch.setattr("dlocks.backends.database.watchdog.LOCK_WAIT_LIMIT", 0.05)
+    sleep = "pg_sleep(0.6)" if connection.vendor == "postgresql" else "SLEEP(0.6)"
+    found = backends["default"]._rows(f"SELECT {sleep}, 'dlocks_resourcelock'", {})
+    assert len(found) == 1
+
+
+@pytest.mark.engine("postgresql", "sqlite")
+def test_a_lease_that_the_commit_renews_is_not_stale(threads, until, monkeypatch):
+    """With ``takeover=False``, a transaction that ends just now is no stale holder."""
+    inside, end = threading.Event(), threading.Event()
+    kind = type(backends["brisk"])
+    find = kind.in_transactions
+
+    def hold():
+        with db_lock("stock:7", using="brisk", ttl=0.3) as held, held.atomic():
+            inside.set()
+            assert end.wait(60)
+
+    def find_after_the_end(backend, rows, *others):
+        end.set()
+        thread.join(60)
+        return find(backend, rows, *others)
+
+    thread = threads(hold)
+    assert inside.wait(30)
+    until(lambda: ResourceLock.objects.by_clock().get().seconds_left < 0)
+    monkeypatch.setattr(kind, "in_transactions", find_after_the_end)
+    lock = db_lock("stock:7", using="brisk", takeover=False, timeout=30)
+    with lock as next_hold:
+        assert not next_hold.takeover
+
+
+@pytest.mark.engine("mariadb")
+def test_a_step_that_the_server_rolls_back_runs_again(threads, until):
+    """A deadlock of row locks costs a retry, and is no error.
+
+    The step has locked the key and waits for a claim. A transaction does the opposite.
+    """
+    rows.held("stock:7")
+    dead = rows.claim("stock:7", rows.PAST)
+    with transaction.atomic(), connection.cursor() as cursor:
+        # The server rolls back the transaction that has changed fewer rows.
+        Counter.objects.bulk_create(Counter(name=f"{one}") for one in range(100))
+        LockClaim.objects.select_for_update().get(pk=dead.pk)
+        removal = threads(lambda: backends["default"].take_out("stock:7", dead.pk))
+
+        def waits():
+            cursor.execute(
+                "SELECT COUNT(*) FROM information_schema.processlist WHERE id <>"
+                " CONNECTION_ID() AND info LIKE '%FOR UPDATE WAIT%'"
+            )
+            return cursor.fetchone()[0]
+
+        until(waits)
+        ResourceLock.objects.select_for_update().get(pk="stock:7")
+    removal.join(30)
+    assert removal.results == [True]
+    assert not LockClaim.objects.exists()
+
+
+@pytest.mark.engine("sqlite")
+def test_a_lock_costs_about_a_hundred_python_calls(monkeypatch):
+    """A lock costs about a hundred Python calls, without those of its backend.
+
+    It raises no exception of its own. The access to Django's connections is not
+    counted: it depends on their number, and asgiref raises an exception for each.
+
+    With a server, each call costs several times as much, because the processor caches
+    are cold after the wait.
+    """
+    # OpenTelemetry is not counted, if it is installed.
+    monkeypatch.setattr(
+        signals,
+        "watchers",
+        [one for one in signals.watchers if isinstance(one, (Log, History))],
+    )
+    lock = db_lock("stock:7", using="dummy")
+    with lock:
+        pass
+    # The keeper waits for an earlier renewal, so the lock need not wake it.
+    earlier = db_lock("earlier", using="dummy").acquire()
+    keeper.catch_up()
+    calls, errors = [], []
+
+    def watch(frame, event, argument):
+        frame.f_trace_lines = False
+        if re.search("asgiref|django/utils/connection", frame.f_code.co_filename):
+            return watch
+        if event == "call":
+            calls.append(frame.f_code.co_qualname)
+        elif event == "exception":
+            errors.append((frame.f_code.co_qualname, argument[0]))
+        return watch
+
+    before = sys.gettrace()
+    sys.settrace(watch)
+    try:
+        with lock:
+            pass
+    finally:
+        sys.settrace(before)
+        earlier.release()
+    assert not errors
+    assert len(calls) <= 110, (len(calls), calls)
