@@ -367,20 +367,12 @@ async def test_many_waiting_tasks_use_at_most_three_connections():
     assert (0 if pooled else 2) <= most - others <= 3
 
 
-def sessions(database=None):
-    """Return the number of sessions on a database, without the current one."""
-    with connection.cursor() as cursor:
-        cursor.execute(
-            "SELECT count(*) FROM pg_stat_activity WHERE datname = %s AND pid <>"
-            " pg_backend_pid() AND backend_type = 'client backend'"
-            if connection.vendor == "postgresql"
-            else "SELECT COUNT(*) FROM information_schema.processlist WHERE db = %s AND"
-            " id <> CONNECTION_ID()",
-            [database or connection.settings_dict["NAME"]],
-        )
-        (found,) = cursor.fetchone()
-    connection.close()
-    return found
+def sessions():
+    """Return the number of sessions on the database, without the current one."""
+    try:
+        return len(jobs.other_sessions())
+    finally:
+        connection.close()
 
 
 @ONE_SERVER
