@@ -55,20 +55,25 @@ def test_an_error_raised_by_a_signal_handler_ends_the_wait(workers, in_queue):
 
 @pytest.mark.engine("mariadb", "mysql")
 def test_a_signal_at_the_end_of_a_step_is_not_swallowed(is_busy):
-    """The step has just restored the limits of the session."""
+    """The step restores the limits of its session at this moment."""
+    from MySQLdb.cursors import Cursor
 
-    def linger(execute, sql, *arguments):
-        result = execute(sql, *arguments)
-        if "wait_timeout" in sql and "= 2" not in sql:
-            time.sleep(0.6)
-        return result
+    class SlowCursor(Cursor):
+        def execute(self, query, args=None):
+            result = super().execute(query, args)
+            if query.startswith("SET SESSION") and "= 2" not in query:
+                time.sleep(0.6)
+            return result
 
-    with ended_by_a_signal(RuntimeError), connection.execute_wrapper(linger):
+    connection.ensure_connection()
+    connection.connection.cursorclass = SlowCursor
+    with ended_by_a_signal(RuntimeError):
         db_rwlock("stock:7").read().acquire()
     assert not is_busy("stock:7", "default")
     with connection.cursor() as cursor:
         cursor.execute("SELECT @@SESSION.wait_timeout")
         assert cursor.fetchone()[0] > 2
+    connection.close()
 
 
 @pytest.mark.engine("postgresql", "mariadb")
