@@ -7,7 +7,7 @@ import threading
 import time
 
 import pytest
-from django.db import connection
+from django.db import connection, transaction
 
 from dlocks import LockTimeout, db_lock
 from tests import jobs
@@ -263,3 +263,43 @@ def test_an_insert_is_retried_while_its_new_row_is_locked(workers, monkeypatch):
     with db_lock("stock:8", using="insert") as hold:
         assert other.hear() == "unlocked"
         assert hold.held
+
+
+@pytest.mark.engine("mariadb", "mysql")
+def test_a_handover_beside_a_heartbeat_fails_no_statement(
+    threads, in_queue, monkeypatch
+):
+    """It would keep the key locked until the process rolls it back."""
+    backend, outcomes = backends["default"], []
+    hold = db_lock("stock:7").acquire()
+    waiting = threads(lambda: jobs.token_of(db_lock("stock:7", timeout=30)))
+    in_queue(1)
+    execute = backend._execute
+    beat, over = threading.Event(), threading.Event()
+
+    def watch(connection, in_transaction, sql, parameters):
+        # Another thread may grant the key to the waiter in the same way.
+        outcome = "failed"
+        try:
+            result = execute(connection, in_transaction, sql, parameters)
+            outcome = "executed"
+        finally:
+            if "START TRANSACTION" in sql:
+                outcomes.append(outcome)
+                over.set()
+        return result
+
+    def heartbeat():
+        with transaction.atomic():
+            LockClaim.objects.select_for_update().get()
+            beat.set()
+            over.wait(30)
+
+    other = threads(heartbeat)
+    assert beat.wait(30)
+    monkeypatch.setattr(backend, "_execute", watch)
+    hold.release()
+    other.join(30)
+    waiting.join(30)
+    assert set(outcomes) == {"executed"}
+    assert waiting.results[0] > hold.token
