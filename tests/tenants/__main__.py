@@ -201,7 +201,7 @@ def seen_by_the_commands():
             listed = "seen" in out.getvalue()
             holder = db_lock("seen").holder() is not None
     with tenant("globex"):
-        db_lock("left", ttl=0.01, renew=False).acquire()
+        db_lock("left", ttl=0.5, renew=False).acquire()
     backends["default"].grace, grace = 0.0, backends["default"].grace
     try:
         with tenant("acme"):
