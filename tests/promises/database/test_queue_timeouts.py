@@ -101,7 +101,7 @@ def test_a_key_acquired_at_the_timeout_leaves_no_claim(around, threads, in_queue
     """Otherwise its release would hand the key to an abandoned claim."""
 
     def wait():
-        with db_lock("stock:7", timeout=2.7) as hold:
+        with db_lock("stock:7", timeout=2) as hold:
             return hold.queue_length()
 
     def poll(method, claims, **options):
