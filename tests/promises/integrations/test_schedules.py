@@ -35,6 +35,7 @@ from dlocks.models import ResourceLock
 from dlocks.testing import abandoned, held_elsewhere
 from tests import commands_for_tests, jobs, pages
 from tests.for_each import for_each
+from tests.internals import keeper
 from tests.processes import state_of, states_of
 from tests.promises.database.conftest import around
 from tests.timing import eventually
@@ -110,7 +111,7 @@ async def test_a_clock_skew_below_min_hold_does_not_run_a_job_twice(
 
 
 @pytest.mark.engine("postgresql")
-def test_a_job_that_failed_in_a_transaction_keeps_min_hold(until):
+def test_a_job_that_failed_in_a_transaction_keeps_min_hold():
     """The transaction of a coroutine belongs to the thread that starts it."""
     runs = []
 
@@ -130,8 +131,7 @@ def test_a_job_that_failed_in_a_transaction_keeps_min_hold(until):
             async_to_sync(coroutine)()
             transaction.set_rollback(True)
     # After a rollback, a thread of dlocks releases the key.
-    keys = "nightly", "weekly"
-    until(lambda: not any(db_lock(key).holder() for key in keys))
+    keeper.catch_up()
     assert runs == ["job", "coroutine"]
 
 
