@@ -35,7 +35,7 @@ NEITHER = (
     "tests/units/session",
     "tests/nemesis",
     "tests/project",
-    "tests/session",
+    "tests/promises/session",
     *(
         f"tests/promises/database/{path.name}"
         for path in (ROOT / "tests/promises/database").glob("test_*.py")

@@ -40,6 +40,6 @@ if [ ! -e "$venv/made" ]; then
     touch "$venv/made"
 fi
 "$venv/bin/python" -c 'import MySQLdb; print("libmysqlclient", MySQLdb.get_client_info())'
-[ $# -gt 0 ] || set -- tests/promises/locks/test_interrupt.py tests/promises/locks/test_locks.py tests/session/test_session.py \
+[ $# -gt 0 ] || set -- tests/promises/locks/test_interrupt.py tests/promises/locks/test_locks.py tests/promises/session tests/units/session \
     tests/promises/database/test_statements.py tests/promises/database/test_mysql.py
 PYTHONPATH=$PWD "$venv/bin/python" -m tests.run mysql -- "$@"

@@ -487,19 +487,6 @@ def count_by_threads(pipe, paths, *, threads, times, **policy):
     return done
 
 
-def count_in_transactions(pipe, path, key, *, times, **policy):
-    """Increment the counter under a lock acquired in a transaction.
-
-    The scope is the backend's default there.
-    """
-    path = Path(path)
-    for _ in range(times):
-        with transaction.atomic():
-            with db_lock(key, **policy):
-                value, last = map(int, path.read_text().split())
-            path.write_text(f"{value + 1} {last}")
-
-
 def count_through_trouble(pipe, path, key, *, times, **policy):
     """Increment the counter, and go on when the server is unavailable.
 

@@ -1,0 +1,380 @@
+"""A session lock ends with its session, its process or its lease, and not before."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import threading
+import time
+
+import pytest
+from django.db import connection
+from django.test import override_settings
+
+from dlocks import LockBackendError, LockLost, db_lock
+from dlocks.backends.session import SessionBackend
+from dlocks.values import Claim
+from tests import jobs
+from tests.for_each import for_each
+from tests.promises.session.server import (
+    POSTGRESQL,
+    SERVERS,
+    clients,
+    end_session,
+    lock,
+)
+from tests.scripts import run_python
+from tests.timing import in_time
+
+pytestmark = [
+    pytest.mark.django_db(transaction=True),
+    pytest.mark.engine("postgresql", "mariadb"),
+]
+
+
+# The end of a process.
+
+
+def test_a_killed_holders_key_goes_to_the_waiter(doomed, elsewhere, in_queue):
+    """A waiter that was killed does not block the next."""
+    holder, killed = doomed(), doomed()
+    holder.start(jobs.hold, "stock:7", using="session", ttl=300)
+    holder.hear()
+    killed.start(jobs.hold, "stock:7", using="session", timeout=None)
+    in_queue(1)
+    elsewhere.start(jobs.wait_quietly, "stock:7", using="session", timeout=30)
+    in_queue(2)
+    killed.kill()
+    holder.kill()
+    granted, _ = elsewhere.hear()
+    in_time(granted - holder.killed_at, 2.0)
+
+
+@SERVERS
+def test_a_stopped_holder_loses_its_session_after_its_ttl(doomed, elsewhere):
+    """The server ends a session that sends nothing for the ttl of its holds."""
+    worker = doomed(DLOCKS_TEST_SESSION_TTL="2")
+    worker.call(jobs.acquire, "stock:7", using="session")
+    worker.stop()
+    stopped = time.monotonic()
+    try:
+        granted, _ = elsewhere.call(
+            jobs.wait_quietly, "stock:7", using="session", timeout=30
+        )
+    finally:
+        worker.resume()
+    assert granted - stopped > 1.0
+    in_time(granted - stopped, 8.0)
+    assert worker.call(jobs.check) == "LockLost"
+    assert worker.call(jobs.release_all) == ["LockLost"]
+
+
+def test_a_fork_does_not_keep_the_locks_of_a_dead_parent(doomed, until, is_busy):
+    worker = doomed()
+    worker.start(jobs.hold_and_fork, "stock:7", using="session")
+    child, tried, held = worker.hear()
+    try:
+        assert (tried, held) == (None, False)
+        assert is_busy(using="session")
+        worker.kill()
+        # The child still runs, with the connections that it has inherited.
+        until(lambda: not is_busy(using="session"), 3.0)
+        os.kill(child, 0)
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+# Only psycopg warns of connections that are still open.
+@POSTGRESQL
+def test_a_program_closes_its_sessions_without_a_warning(elsewhere):
+    code = (
+        "import django; django.setup()\n"
+        "from dlocks import db_lock\n"
+        "with db_lock('a', using='session'): pass\n"
+        "held = db_lock('b', using='session').acquire()\n"
+    )
+    done = run_python("-c", code, DJANGO_SETTINGS_MODULE="tests.settings")
+    assert done.returncode == 0
+    # The only warning is that of the hold.
+    (warning,) = done.stderr.splitlines()
+    assert warning.startswith("'b' was never released by")
+    assert elsewhere.call(jobs.try_once, "b", using="session")
+
+
+def test_the_connections_are_closed_soon_after_the_last_hold(
+    sessions, until, threads, in_queue
+):
+    with lock():
+        waiter = threads(lambda: lock().acquire().release())
+        in_queue(1)
+        assert len(sessions()) == 2
+    waiter.join(30)
+    until(lambda: not sessions(), 5.0)
+
+
+@POSTGRESQL
+def test_a_database_can_be_dropped_after_use(doomed):
+    with connection.cursor() as cursor:
+        cursor.execute("DROP DATABASE IF EXISTS dlocks_dropped")
+        cursor.execute("CREATE DATABASE dlocks_dropped")
+        worker = doomed(DLOCKS_TEST_NAME="dlocks_dropped")
+        assert worker.call(jobs.try_once, "stock:7", using="session")
+        # The worker still runs. The server waits 5 s for other sessions to end.
+        cursor.execute("DROP DATABASE dlocks_dropped")
+
+
+# The end of a session.
+
+
+@pytest.mark.parametrize(
+    ("waited", "policy"),
+    [
+        (True, {}),
+        pytest.param(False, {"renew": False}, marks=POSTGRESQL),
+        pytest.param(False, {"max_hold": 20}, marks=POSTGRESQL),
+    ],
+    ids=["renewed", "not renewed", "bounded"],
+)
+def test_a_hold_with_an_ended_session_is_lost_within_a_second(
+    waited, policy, sessions, threads, in_queue, elsewhere
+):
+    """The next ping detects it. Any thread sends one every half second."""
+    told = []
+    event = threading.Event()
+
+    def on_lost(hold):
+        told.append((time.monotonic(), hold))
+        event.set()
+
+    if waited:
+        elsewhere.start(jobs.hold, "stock:7", using="session")
+        elsewhere.hear()
+        threads(lambda: (in_queue(1), elsewhere.tell()))
+    others = clients()
+    held = lock(on_lost=on_lost, **policy).acquire()
+    if waited:
+        assert elsewhere.hear() == "released"
+    mine = sessions() - others
+    ended = time.monotonic()
+    for pid in mine:
+        end_session(pid)
+    assert event.wait(10)
+    in_time(told[0][0] - ended, 1.0)
+    assert told[0][1] is held
+    assert not held.held
+    with pytest.raises(LockLost):
+        held.release()
+    with lock(timeout=5):
+        pass
+
+
+def test_check_detects_an_ended_session_at_once(sessions):
+    """A session that ends while it is idle is replaced."""
+    with lock():
+        pass
+    for pid in sessions():
+        end_session(pid)
+    held = lock(renew=False).acquire()
+    held.check()
+    for pid in sessions():
+        end_session(pid)
+    with pytest.raises(LockLost):
+        held.check()
+    with pytest.raises(LockLost):
+        held.release()
+
+
+@for_each("of", ["the acquire", "the release"])
+def test_an_interrupted_request_leaves_no_lock(of, proxy, observer, threads, until):
+    """It is unknown what the server has done, so the session ends with all holds."""
+    lost = threading.Event()
+    other = lock("another", on_lost=lambda hold: lost.set()).acquire()
+    main = threading.main_thread().ident
+
+    def interrupt():
+        until(lambda: bool(observer.holder("stock:7")) == (of == "the acquire"))
+        signal.pthread_kill(main, signal.SIGINT)
+        proxy.late.clear()
+
+    with pytest.raises(KeyboardInterrupt), contextlib.ExitStack() as block:
+        if of == "the release":
+            block.enter_context(lock())
+        proxy.late.set()
+        threads(interrupt)
+        if of == "the acquire":
+            block.enter_context(lock())
+    assert lost.wait(10)
+    with pytest.raises(LockLost):
+        other.release()
+    with lock(timeout=5), lock("another", timeout=5):
+        pass
+
+
+@POSTGRESQL
+def test_a_signal_handler_gets_an_error_instead_of_a_deadlock(
+    proxy, observer, threads, until
+):
+    """The handler has interrupted a request on the session that it needs."""
+    errors = []
+    main = threading.main_thread().ident
+
+    def handler(*_):
+        with pytest.raises(LockBackendError, match="signal handler") as caught:
+            lock("another").acquire()
+        errors.append(caught)
+        proxy.late.clear()
+
+    def strike():
+        until(lambda: observer.holder("stock:7"))
+        signal.pthread_kill(main, signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with lock("warm"):
+            proxy.late.set()
+            threads(strike)
+            with lock() as held:
+                held.check()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert errors
+
+
+# Replies that are late, and servers that are silent.
+
+
+@POSTGRESQL
+def test_a_slow_server_does_not_lose_holds(proxy):
+    """Each reply takes up to 0.6 s, for longer than the ttl."""
+    with lock(ttl=4.0) as held:
+        ends = time.monotonic() + 6.0
+        while time.monotonic() < ends:
+            proxy.late.set()
+            time.sleep(0.6)
+            proxy.late.clear()
+            time.sleep(0.02)
+        assert held.held
+
+
+def test_a_released_key_is_free_once_the_late_reply_arrives(
+    proxy, observer, threads, until
+):
+    hold = lock(ttl=300.0).acquire()
+    proxy.late.set()
+    releasing = threads(hold.release)
+    until(lambda: observer.holder("stock:7") is None)
+    assert releasing.is_alive()
+    proxy.late.clear()
+    releasing.join(30)
+    with lock(timeout=0):
+        pass
+
+
+@POSTGRESQL
+def test_a_free_key_is_not_busy_after_a_slow_request(proxy, threads):
+    """The reply says that the key is granted, although its lease has expired."""
+    backend = SessionBackend("slow")
+    another, mine = (Claim(key=key, ttl=0.05, holder="me") for key in "ab")
+    assert backend.acquire(another)
+    proxy.late.set()
+    trying = threads(lambda: backend.acquire(mine))
+    trying.join(0.5)
+    assert trying.is_alive()
+    proxy.late.clear()
+    trying.join(30)
+    assert trying.results[0] is not None
+
+
+@POSTGRESQL
+def test_a_silent_server_is_trusted_for_the_ttl(sessions):
+    told = threading.Event()
+    held = lock(ttl=2.0, on_lost=lambda hold: told.set()).acquire()
+    (pid,) = sessions()
+    with db_lock("another", using="brisk") as other:
+        os.kill(pid, signal.SIGSTOP)
+        stopped = time.monotonic()
+        try:
+            assert held.held
+            assert told.wait(10)
+            assert 1.0 < time.monotonic() - stopped < 4.0
+            assert not held.held
+            # Its ttl is 0.6 s.
+            other.check()
+        finally:
+            os.kill(pid, signal.SIGCONT)
+    with pytest.raises(LockLost):
+        held.release()
+
+
+@override_settings(
+    DLOCKS={
+        "session": {
+            "BACKEND": "dlocks.backends.session.SessionBackend",
+            "OPTIONS": {"ttl": 3.0, "linger": 60},
+        }
+    }
+)
+@pytest.mark.parametrize("waited", [False, True])
+def test_a_partitioned_holder_ends_before_the_next_grant(
+    waited, proxy, observer, elsewhere, threads, in_queue, until
+):
+    """The server counts from its reply, not from when the reply was read."""
+    lock().acquire().release()
+    holds, acquired, done = [], threading.Event(), threading.Event()
+
+    def hold():
+        holds.append(lock(timeout=30).acquire())
+        acquired.set()
+        done.wait(60)
+
+    with contextlib.ExitStack() as stack:
+        stack.callback(done.set)
+        if waited:
+            elsewhere.start(jobs.hold, "stock:7", using="session")
+            elsewhere.hear()
+            threads(hold)
+            in_queue(1)
+            proxy.late.set()
+            elsewhere.tell()
+            assert elsewhere.hear() == "released"
+        else:
+            proxy.late.set()
+            threads(hold)
+        until(lambda: observer.holder("stock:7"))
+        # This is most of the ttl.
+        time.sleep(2.0)
+        proxy.late.clear()
+        assert acquired.wait(30)
+        proxy.cut.set()
+        elsewhere.start(jobs.hold, "stock:7", using="session", timeout=60)
+        elsewhere.hear()
+        assert not holds[0].held
+        elsewhere.tell()
+        elsewhere.hear()
+    proxy.close()
+    with pytest.raises(LockLost):
+        holds[0].release()
+
+
+async def test_a_late_task_holds_only_for_the_rest_of_its_lease(
+    observer, in_queue, in_other_thread, elsewhere, until
+):
+    first = await lock().aacquire()
+    task = asyncio.ensure_future(lock(ttl=2.0, renew=False).aacquire())
+    await asyncio.to_thread(in_queue, 1)
+    # From here on, the test blocks the event loop.
+    in_other_thread(first.release)
+    in_other_thread(until, lambda: observer.holder("stock:7"))
+    in_other_thread(time.sleep, 1.5)
+    held = await task
+    assert held.held
+
+    def is_held_after_its_session():
+        elsewhere.call(jobs.wait_quietly, "stock:7", using="session", timeout=60)
+        return held.held
+
+    assert not in_other_thread(is_held_after_its_session)
+    with pytest.raises(LockLost):
+        await held.arelease()

@@ -1,0 +1,157 @@
+"""Callers that wait for a session lock, in the queue of the engine."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from functools import partial
+
+import pytest
+from django.db import connection
+
+from dlocks import LockTimeout
+from tests import jobs
+from tests.promises.session.server import SERVERS, end_session, lock, query
+
+pytestmark = [
+    pytest.mark.django_db(transaction=True),
+    pytest.mark.engine("postgresql", "mariadb"),
+]
+
+
+@SERVERS
+def test_the_engines_queue_is_first_come_first_served(workers, in_queue):
+    crowd = workers(5)
+    with lock():
+        for number, worker in enumerate(crowd, 1):
+            worker.start(jobs.wait_quietly, "stock:7", using="session", timeout=60)
+            in_queue(number)
+    granted = [worker.hear() for worker in crowd]
+    assert granted == sorted(granted)
+    assert [token for _, token in granted] == sorted(token for _, token in granted)
+
+
+def test_no_session_waiter_is_overtaken(threads, in_queue):
+    """A caller that only tries does not pass a waiter either.
+
+    It may find the key free for a moment.
+    """
+    order = []
+    first = lock().acquire()
+    done = threading.Event()
+
+    def wait():
+        with lock(timeout=30):
+            order.append("waiter")
+            done.wait(30)
+
+    waiter = threads(wait)
+    in_queue(1)
+    first.release()
+    found = lock().try_acquire()
+    done.set()
+    waiter.join(30)
+    assert order == ["waiter"]
+    if found is not None:
+        # The turn of the waiter was over already.
+        found.release()
+
+
+@SERVERS
+def test_a_session_waiter_that_times_out_leaves_nothing(elsewhere, observer, until):
+    """Its error shows the holder, which is in another process."""
+    elsewhere.start(jobs.hold, "stock:7", using="session")
+    elsewhere.hear()
+    with pytest.raises(LockTimeout) as caught:
+        lock(timeout=0.4).acquire()
+    assert "held by" in str(caught.value)
+    holder = lock().holder()
+    assert holder.owner_ip == "127.0.0.1"
+    if connection.vendor == "postgresql":
+        assert str(elsewhere.process.pid) in str(caught.value)
+        assert f":{elsewhere.process.pid} " in str(holder)
+    assert "left" not in str(holder)
+    assert lock().locked()
+    assert observer.waiting("stock:7") == 0
+    elsewhere.tell()
+    elsewhere.hear()
+    assert not lock().locked()
+    until(
+        lambda: (found := lock(timeout=0).try_acquire()) and (found.release() or True)
+    )
+
+
+def test_a_waiter_with_an_ended_session_queues_again(
+    sessions, threads, in_queue, until
+):
+    with lock():
+        main = sessions()
+        waiter = threads(lambda: lock(timeout=30).acquire().release())
+        in_queue(1)
+        (waiting,) = sessions() - main
+        end_session(waiting)
+        until(lambda: waiting not in sessions())
+        in_queue(1)
+    until(lambda: waiter.results)
+
+
+@pytest.mark.engine("postgresql")
+def test_more_keys_than_sessions_can_be_waited_for(sessions, observer, threads, until):
+    """Keys without a free session are polled, and each waiter gets its turn."""
+    places = 8
+    number = places + 4
+    holds = [lock(f"stock:{n}").acquire() for n in range(number)]
+    done = []
+
+    def wait(n):
+        done.append((n, lock(f"stock:{n}", timeout=60).acquire().release()))
+
+    for n in range(number):
+        threads(partial(wait, n))
+    until(lambda: sum(observer.waiting(f"stock:{n}") for n in range(number)) == places)
+    assert len(sessions()) <= places + 1
+    # The last keys are released first. They do not wait for the others.
+    for hold in reversed(holds):
+        before = len(done)
+        hold.release()
+        until(lambda before=before: len(done) > before)
+    assert sorted(n for n, _ in done) == list(range(number))
+
+
+def test_an_interrupted_waiter_leaves_nothing(
+    in_other_thread, threads, in_queue, observer
+):
+    first = in_other_thread(lock().acquire)
+    main = threading.main_thread().ident
+    threads(lambda: (in_queue(1), signal.pthread_kill(main, signal.SIGINT)))
+    with pytest.raises(KeyboardInterrupt):
+        lock(timeout=30).acquire()
+    assert observer.waiting("stock:7") == 0
+    first.release()
+    with lock(timeout=0):
+        pass
+
+
+@pytest.mark.engine("mariadb", "mysql")
+def test_no_deprecated_table_is_read(elsewhere, threads, in_queue):
+    """``holder()`` and the number of waiters use no deprecated table.
+
+    MySQL has announced the removal of that table.
+    """
+
+    def uses_of_deprecated_table():
+        # MariaDB has no such counter, and no other table.
+        return query(
+            "", "SHOW GLOBAL STATUS LIKE 'Deprecated_use_i_s_processlist_count'"
+        )
+
+    elsewhere.start(jobs.hold, "stock:7", using="session")
+    elsewhere.hear()
+    waiter = threads(lambda: lock(timeout=30).acquire().release())
+    before = uses_of_deprecated_table()
+    in_queue(1)
+    assert lock().holder().holder.startswith("session ")
+    assert uses_of_deprecated_table() == before
+    elsewhere.tell()
+    waiter.join()
+    elsewhere.hear()

@@ -1,0 +1,384 @@
+"""Requests of the session backend that coincide with others, statement by statement."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import threading
+
+import pytest
+from django.db import connection
+
+from dlocks import LockBackendError, db_lock
+from tests import jobs
+from tests.internals import Claim, SessionBackend, backends, disconnect
+
+pytestmark = [
+    pytest.mark.django_db(transaction=True),
+    pytest.mark.engine("postgresql", "mariadb"),
+]
+POSTGRESQL = pytest.mark.engine("postgresql")
+SERVERS = pytest.mark.engine("postgresql", "mariadb", "mysql")
+# A statement that fails if it is interrupted, and how another session finds it.
+SLEEP = {
+    "postgresql": "SELECT pg_sleep(2)",
+    "mysql": "SELECT IF(SLEEP(2), (SELECT 1 UNION SELECT 2), 0)",
+}
+SLEEPING = {
+    "postgresql": "SELECT pid FROM pg_stat_activity WHERE state = 'active' AND query ="
+    " 'SELECT pg_sleep(2)'",
+    "mysql": "SELECT id FROM information_schema.processlist WHERE info LIKE"
+    " 'SELECT IF(SLEEP%'",
+}
+
+
+def lock(key="stock:7", **policy):
+    return db_lock(key, using="session", **policy)
+
+
+def claim(key="stock:7", **options):
+    return Claim(key=key, **{"ttl": 30.0, "holder": "session", **options})
+
+
+@pytest.fixture
+def backend(transactional_db):
+    backends.reset()
+    backend = backends["session"]
+    yield backend
+    disconnect(backend)
+    backends.reset()
+
+
+@pytest.fixture
+def other():
+    """A backend with sessions of its own, as of another process."""
+    other = SessionBackend("other")
+    yield other
+    disconnect(other)
+
+
+@pytest.fixture
+def is_free(other):
+    """Return a function that returns whether another caller could hold the key."""
+
+    def attempt(key="stock:7"):
+        mine = claim(key)
+        return other.acquire(mine) is not None and other.release(mine)
+
+    return attempt
+
+
+@pytest.fixture
+def in_queue(until, other):
+    def wait(number, key="stock:7"):
+        until(lambda: other.waiting(key) == number)
+
+    return wait
+
+
+@pytest.fixture
+def at_statement(monkeypatch, backend):
+    """Return a function that calls another one, once, before or after a statement."""
+    kind = type(backend._session_for())
+
+    def arrange(statement, *, before=None, after=None):
+        ask, done = kind.ask, []
+
+        def ask_and_call(self, name, *args):
+            is_it = name == statement and not done
+            if is_it:
+                done.append(True)
+                if before:
+                    before()
+            row = ask(self, name, *args)
+            if is_it and after:
+                after()
+            return row
+
+        monkeypatch.setattr(kind, "ask", ask_and_call)
+
+    return arrange
+
+
+@pytest.fixture
+def refused(monkeypatch):
+    """Return a function that lets the server refuse one kind of statement."""
+
+    def refuse(session, statement):
+        sql = {**session.statements, statement: "SELECT no_such_column"}
+        monkeypatch.setattr(session, "statements", sql)
+
+    return refuse
+
+
+@pytest.mark.engine("mariadb")
+def test_the_names_of_one_database_are_not_those_of_another(backend):
+    """All databases of a server share the names of GET_LOCK."""
+    name = backend._name("stock:7")
+    assert len(name) <= 64
+    assert name == name.lower() != backend._name("STOCK:7")
+    other = hashlib.sha256(b"another\0stock:7").hexdigest()[:48]
+    assert name != f"dlocks:{other}"
+
+
+@POSTGRESQL
+def test_a_refused_statement_does_not_affect_other_holds(refused, backend):
+    with lock() as held:
+        refused(backend._main, "try")
+        with pytest.raises(LockBackendError, match="no_such_column"):
+            lock("stock:8").acquire()
+        held.check()
+        held.renew()
+        assert [entry.claim.key for entry in backend._entries.values()] == ["stock:7"]
+
+
+# Leases that expire meanwhile.
+
+
+@POSTGRESQL
+def test_an_expired_holder_cannot_release_during_the_handover(
+    backend, monkeypatch, until
+):
+    """The key has been taken from it by then, which an error of a waiter says.
+
+    The next holder may have the key before this is recorded.
+    """
+    ending, ends, end = threading.Event(), threading.Event(), backend._end
+
+    def end_later(entry):
+        ending.set()
+        assert ends.wait(30)
+        end(entry)
+
+    monkeypatch.setattr(backend, "_end", end_later)
+    mine = claim(ttl=0.1)
+    assert backend.acquire(mine)
+    assert ending.wait(30)
+    try:
+        assert "its lease expired" in str(backend.holder(mine.key))
+        assert dict(backend.renew([mine])) == {}
+        assert backend.release(mine, keep=60.0) is False
+        assert backend.release(mine) is False
+    finally:
+        ends.set()
+    until(lambda: backend.holder(mine.key) is None)
+
+
+@POSTGRESQL
+def test_a_missed_turn_is_not_granted_while_it_is_released(
+    at_statement, monkeypatch, backend, threads, is_free
+):
+    late, ends, go_on = claim(ttl=0.3), threading.Event(), threading.Event()
+    at_statement("free", before=lambda: (ends.set(), go_on.wait(10)))
+    missed = backend.acquire(late)
+    assert ends.wait(10)
+    # The next turn lasts as long as this test.
+    monkeypatch.setattr(backend, "grace", 30.0)
+    thread = threads(lambda: backend.acquire(late))
+    thread.join(0.2)
+    go_on.set()
+    thread.join(30)
+    assert thread.results[0].token > missed.token
+    assert not is_free()
+    assert backend.release(late)
+
+
+# Readers that leave or join.
+
+
+@POSTGRESQL
+def test_a_reader_joining_at_the_last_release_has_its_own_hold(
+    at_statement, backend, threads, is_free
+):
+    reader, second = claim(shared=True), claim(shared=True)
+    assert backend.acquire(reader)
+    leaves, came = threading.Event(), threading.Event()
+    # The wait is limited, because both readers use this session.
+    at_statement("free shared", before=lambda: (leaves.set(), came.wait(0.5)))
+    threads(lambda: backend.release(reader))
+    assert leaves.wait(10)
+    joining = threads(lambda: (backend.acquire(second), came.set()))
+    joining.join(10)
+    assert joining.results[0][0] is not None
+    assert not is_free()
+    assert backend.release(second)
+
+
+@pytest.fixture
+def left_by_the_first(at_statement, monkeypatch, backend):
+    """Return a second reader, whose request is sent after the first has left.
+
+    The second reader was about to join the shared hold of the first.
+    """
+    reader, second, left = claim(shared=True), claim(shared=True, ttl=60.0), []
+    # No other request is under way then.
+    monkeypatch.setattr(backend, "renew_every", 60.0)
+    assert backend.acquire(reader)
+    # Its ttl is longer than the one that the session has.
+    at_statement("idle", before=lambda: left.append(backend.release(reader)))
+    yield second
+    assert left == [True]
+
+
+@POSTGRESQL
+def test_the_second_reader_releases_the_key_after_the_first(
+    left_by_the_first, backend, is_free
+):
+    assert backend.acquire(left_by_the_first)
+    assert not is_free()
+    assert backend.release(left_by_the_first)
+    assert is_free()
+
+
+@POSTGRESQL
+def test_a_reader_that_joins_at_a_release_passes_no_writer(
+    left_by_the_first, backend, other, in_queue
+):
+    writing = claim()
+    assert other.enqueue(writing).position
+    in_queue(1)
+    assert backend.acquire(left_by_the_first) is None
+    other.release(writing)
+
+
+# Cancelled claims and statements.
+
+
+@POSTGRESQL
+def test_a_claim_cancelled_while_it_is_tried_leaves_the_key_free(
+    monkeypatch, backend, in_other_thread, in_queue, is_free
+):
+    backend.places = 1
+    with lock("stock:8"), contextlib.ExitStack() as blocked:
+        blocker = in_other_thread(lock("stock:9").acquire)
+        blocked.callback(in_other_thread, blocker.release)
+        # The only session for waiting is taken.
+        assert backend.enqueue(claim("stock:9"), "").position
+        in_queue(1, "stock:9")
+        waiter = claim("stock:7")
+        assert backend.enqueue(waiter, "").position
+        request = backend._request
+        gave_up = []
+
+        def come_between(entry, *args):
+            if not gave_up:
+                gave_up.append(backend.release(entry.claim))
+            return request(entry, *args)
+
+        monkeypatch.setattr(backend, "_request", come_between)
+        assert not backend.poll([waiter]).get(waiter.owner, None)
+        assert gave_up == [False]
+        assert is_free()
+
+
+@POSTGRESQL
+def test_a_claim_cancelled_at_its_grant_takes_no_other_key(
+    at_statement, monkeypatch, backend, in_other_thread, in_queue, until
+):
+    """The session may receive a cancellation late.
+
+    The next claim must not use it yet, or it would lose its key.
+    """
+    monkeypatch.setattr(backend, "places", 1)
+    holder = in_other_thread(lock().acquire)
+    late, next_one = claim(), claim("another")
+    backend.enqueue(late)
+    in_queue(1)
+    entry = backend._entries[late.owner]
+
+    def grant():
+        holder.release()
+        until(lambda: entry.token)
+        # There is no session for this claim until the other one has left.
+        backend.enqueue(next_one)
+        assert backend._entries[next_one.owner].session is None
+
+    session = until(lambda: entry.session)
+    at_statement("cancel", before=grant)
+    assert not backend.release(late)
+    until(lambda: backend.poll([next_one])[next_one.owner].grant)
+    assert backend._entries[next_one.owner].session is not session
+    assert next_one.owner in backend.renew([next_one])
+    assert in_other_thread(lock("another", timeout=0).try_acquire) is None
+    assert backend.release(next_one)
+    with lock(timeout=5):
+        pass
+
+
+def test_a_key_granted_with_its_cancellation_is_released(
+    monkeypatch, backend, in_other_thread, in_queue, until, is_free
+):
+    """An engine may grant the key and then report a cancelled statement.
+
+    The session holds the key in this case. The claim waits once more.
+    """
+    kind = type(backend._session_for())
+    first_row, cancelled = kind.first_row, []
+
+    def cancel(self, sql, values=None):
+        row = first_row(self, sql, values)
+        if sql == self.statements["wait"] and not cancelled:
+            cancelled.append(row)
+            return None
+        return row
+
+    monkeypatch.setattr(kind, "first_row", cancel)
+    holder = in_other_thread(lock().acquire)
+    waiting = claim()
+    backend.enqueue(waiting)
+    in_queue(1)
+    holder.release()
+    until(lambda: backend.poll([waiting])[waiting.owner].grant)
+    assert cancelled[0][0] is not None
+    assert backend.release(waiting)
+    assert not backend._entries
+    assert is_free()
+
+
+@SERVERS
+def test_a_cancelled_release_is_repeated(monkeypatch, backend, is_free):
+    """An administrator may cancel any running statement."""
+    another = lock("another").acquire()
+    hold = lock().acquire()
+    session = backend._entries[hold.owner].session
+    first_row = session.first_row
+
+    def cancelled(sql, values):
+        assert sql == session.statements["free"]
+        monkeypatch.undo()
+        return first_row(
+            "SELECT pg_cancel_backend(pg_backend_pid()), pg_sleep(10)"
+            if connection.vendor == "postgresql"
+            else "KILL QUERY CONNECTION_ID()"
+        )
+
+    monkeypatch.setattr(session, "first_row", cancelled)
+    hold.release()
+    assert is_free()
+    another.check()
+    another.release()
+
+
+@SERVERS
+def test_a_timeout_does_not_cancel_an_unrelated_statement(
+    backend, in_other_thread, in_queue, workers, until
+):
+    """After a failover, another client may have the same session id."""
+    (client,) = workers(1)
+    holder = in_other_thread(lock().acquire)
+    waiting = claim()
+    backend.enqueue(waiting)
+    until(lambda: backend._entries[waiting.owner].session)
+    in_queue(1)
+    client.start(jobs.run_sql, SLEEP[connection.vendor])
+
+    def sleeper():
+        with connection.cursor() as cursor:
+            cursor.execute(SLEEPING[connection.vendor])
+            return cursor.fetchone()
+
+    (number,) = until(sleeper)
+    backend._entries[waiting.owner].session.pid = number
+    backend.release(waiting)
+    client.hear()
+    holder.release()
