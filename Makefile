@@ -109,7 +109,7 @@ migrated: $(VENV)/.demo
 	@$(MANAGE) migrate --verbosity 0
 
 test-backends: servers mysql backend-servers $(VENV)/.test-backends
-	@$(BIN)/python -m tests.run $(if $(ARGS),sqlite -- tests/backends $(ARGS),backends)
+	@$(BIN)/python -m tests.run $(if $(ARGS),sqlite -- tests/promises/backends tests/units/backends $(ARGS),backends)
 
 backend-servers: $(VENV)/.made
 	@PYTHON=$(BIN)/python sh scripts/install_servers.sh backends

@@ -437,6 +437,18 @@ def check(pipe):
     return "held"
 
 
+def still_held(pipe):
+    """Return for each key whether the hold of ``acquire()`` is still held."""
+    answers = {}
+    for held in _kept:
+        try:
+            held.check()
+            answers[held.key] = True
+        except LockLost:
+            answers[held.key] = False
+    return answers
+
+
 def release_all(pipe):
     answers = []
     for held in _kept:
@@ -1607,3 +1619,10 @@ def hold_at_exit(pipe, key):
     _kept.append(db_lock(key).acquire())
     connections.close_all()
     keeper.exit()
+
+
+def be_patient(pipe, seconds):
+    """Set the seconds after which unreachable servers are reported to waiters."""
+    from tests.internals import waiters
+
+    waiters.CONNECT_TIMEOUT = seconds

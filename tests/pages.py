@@ -70,6 +70,12 @@ def table_below(page: str, header: str) -> list[list[str]]:
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
 
 
+def options_in(page: str) -> set[str]:
+    """Return the options in the table of the page of a backend."""
+    cells = (row[0] for row in table_below(page, "Option | Meaning | Default"))
+    return {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
+
+
 def tokens_of(kind: type) -> str:
     """Return what docs/backends.md says about the tokens of a backend."""
     return next(

@@ -44,6 +44,7 @@ from tests.servers import FETCHED, SERVERS, fetched
 
 ENGINES = ("sqlite", "postgresql", "mariadb", "mysql")
 BACKENDS = "backends"
+BACKENDS_TESTS = ["tests/promises/backends", "tests/units/backends"]
 NEWEST = "newest"
 NEWEST_ENGINES = ("postgresql", "mariadb")
 # The contract and the random histories of tests/units/database contain each of
@@ -282,7 +283,7 @@ def _shards(
     for engine, shards in _parts(engines):
         what, environment = [engine, "--"], {}
         if engine == BACKENDS:
-            what = ["sqlite", "--", "tests/backends"]
+            what = ["sqlite", "--", *BACKENDS_TESTS]
         elif engine.startswith(NEWEST):
             what = [engine.removeprefix(f"{NEWEST} "), "--", *NEWEST_TESTS]
             environment["DLOCKS_TEST_SERVERS"] = NEWEST

@@ -9,16 +9,15 @@ import threading
 import pytest
 from django.db import connection
 
-from dlocks import LockBackendError, db_lock
+from dlocks import LockBackendError
 from tests import jobs
 from tests.internals import Claim, SessionBackend, backends, disconnect
+from tests.promises.session.server import POSTGRESQL, SERVERS, lock
 
 pytestmark = [
     pytest.mark.django_db(transaction=True),
     pytest.mark.engine("postgresql", "mariadb"),
 ]
-POSTGRESQL = pytest.mark.engine("postgresql")
-SERVERS = pytest.mark.engine("postgresql", "mariadb", "mysql")
 # A statement that fails if it is interrupted, and how another session finds it.
 SLEEP = {
     "postgresql": "SELECT pg_sleep(2)",
@@ -30,10 +29,6 @@ SLEEPING = {
     "mysql": "SELECT id FROM information_schema.processlist WHERE info LIKE"
     " 'SELECT IF(SLEEP%'",
 }
-
-
-def lock(key="stock:7", **policy):
-    return db_lock(key, using="session", **policy)
 
 
 def claim(key="stock:7", **options):

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import select
-import signal
-import threading
 import time
 import uuid
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 
 from django.core.management import call_command
 from django.db import DatabaseError, InterfaceError, connections, transaction
 
-from dlocks import LockError, LockLost, db_lock
-from tests import jobs
-from tests.internals import backends, waiters
+from dlocks import LockError, db_lock
 from tests.models import Counter
 
+# The table of the model Counter.
+TABLE = "tests_counter"
 TROUBLE = (LockError, DatabaseError, InterfaceError)
 
 
@@ -74,22 +70,25 @@ def names(pipe, using="default"):
 def prepare(pipe):
     """Create the tables that are missing, and delete the rows of other tests."""
     connection = connections["default"]
-    if Counter._meta.db_table not in connection.introspection.table_names():
+    if TABLE not in connection.introspection.table_names():
         call_command("migrate", "dlocks", verbosity=0)
         with connection.schema_editor() as editor:
             editor.create_model(Counter)
-    # The tables of models that refer to it do not exist.
-    Counter.objects.all()._raw_delete("default")
+    with connection.cursor() as cursor:
+        # The tables of models that refer to it do not exist.
+        cursor.execute(f"DELETE FROM {TABLE}")
 
 
-def hold_and_write(pipe, key, name, *, wait, **policy):
+def hold_and_write(pipe, key, name, *, wait="inside", careless=False, **policy):
     """Write inside the block of a transaction-scoped lock, and after it.
 
-    Wait for the test at one of the two points. Return the outcome.
+    Wait for the test at one of the two points. A careless caller ignores the LockError
+    of the block. Return the outcome.
     """
     try:
         with transaction.atomic():
-            with db_lock(key, **policy) as held:
+            ignored = suppress(LockError) if careless else nullcontext()
+            with ignored, db_lock(key, **policy) as held:
                 Counter.objects.create(name=f"{name}, inside")
                 if wait == "inside":
                     pipe.say(held.token)
@@ -107,52 +106,23 @@ def hold_and_write(pipe, key, name, *, wait, **policy):
     return "committed"
 
 
-def go_on_after_an_error(pipe, key, name, **policy):
-    """Go on writing in a transaction that has lost its lock.
+def guard(pipe, key, name, *, when_told=False, **policy):
+    """Acquire, and write in a guarded transaction that ends when notified.
 
-    The ``LockError`` is ignored. Return the outcome.
+    If it is to begin ``when_told``, it uses a new connection, and ends at once. Return
+    the outcome.
     """
+    held = db_lock(key, **policy).acquire()
+    pipe.say(held.token)
+    if when_told:
+        pipe.hear()
+        connections["default"].close()
     try:
-        with transaction.atomic():
-            with suppress(LockError), db_lock(key, **policy):
-                Counter.objects.create(name=f"{name}, inside")
+        with held.atomic():
+            Counter.objects.create(name=name)
+            if not when_told:
                 pipe.say("inside")
                 pipe.hear()
-            Counter.objects.create(name=f"{name}, after")
-    except TROUBLE as trouble:
-        return type(trouble).__name__
-    return "ended"
-
-
-def guard(pipe, key, name, **policy):
-    """Write in a guarded transaction that ends when notified."""
-    held = db_lock(key, **policy).acquire()
-    pipe.say(held.token)
-    try:
-        with held.atomic():
-            Counter.objects.create(name=name)
-            pipe.say("inside")
-            pipe.hear()
-    except TROUBLE as trouble:
-        return type(trouble).__name__
-    finally:
-        with suppress(LockError):
-            held.release()
-    return "committed"
-
-
-def guard_when_told(pipe, key, name, **policy):
-    """Acquire, and begin the guarded transaction when notified.
-
-    It uses a new connection. Return the outcome.
-    """
-    held = db_lock(key, **policy).acquire()
-    pipe.say(held.token)
-    pipe.hear()
-    connections["default"].close()
-    try:
-        with held.atomic():
-            Counter.objects.create(name=name)
     except TROUBLE as trouble:
         return type(trouble).__name__
     finally:
@@ -188,21 +158,6 @@ def system_check(pipe):
     ]
 
 
-def still_held(pipe):
-    """Return for each key whether its hold is still held.
-
-    The holds are those of ``tests.jobs.acquire()``.
-    """
-    answers = {}
-    for held in jobs._kept:
-        try:
-            held.check()
-            answers[held.key] = True
-        except LockLost:
-            answers[held.key] = False
-    return answers
-
-
 def error_of_acquiring(pipe, key, **policy):
     """Acquire and release. Return the error message, or None."""
     try:
@@ -210,43 +165,3 @@ def error_of_acquiring(pipe, key, **policy):
     except Exception as error:
         return str(error)
     return None
-
-
-def fork_in_the_middle_of_a_question(pipe, key, *, using):
-    """Fork while another thread is inside the client of a Redis cluster.
-
-    Return the token of the hold, and the token that the child sees.
-    """
-    with db_lock(key, using=using) as held:
-        token = held.token
-    inside, forked = threading.Event(), threading.Event()
-
-    def ask():
-        # Every request takes this lock for a moment. The thread simulates a request
-        # that is under way.
-        with backends[using]._client.nodes_manager._lock:
-            inside.set()
-            forked.wait(60)
-
-    thread = threading.Thread(target=ask)
-    thread.start()
-    assert inside.wait(10)
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        with db_lock(key, using=using) as held:
-            os.write(writing, str(held.token).encode())
-        os._exit(0)
-    forked.set()
-    thread.join()
-    there, _, _ = select.select([reading], [], [], 20)
-    granted = os.read(reading, 100).decode() if there else "nothing, since it hangs"
-    if not there:
-        os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return token, granted
-
-
-def be_patient(pipe, seconds):
-    """Set the seconds after which unreachable servers are reported to waiters."""
-    waiters.CONNECT_TIMEOUT = seconds

@@ -1,4 +1,4 @@
-"""A short fault campaign against Redis and a quorum of five.
+"""Short fault campaigns against Redis, a quorum of five and ZooKeeper.
 
 Servers are restarted, stopped and cut off while processes hold locks, and the processes
 are stopped too.
@@ -19,7 +19,9 @@ import time
 
 import pytest
 
+from dlocks import LockBackendError, db_lock
 from tests import jobs
+from tests.promises.backends.others import REDIS, quorum, zookeeper
 from tests.proxy import Proxy
 from tests.servers import Redis, redis_url
 from tests.timing import eventually
@@ -36,6 +38,9 @@ class Node:
     def __init__(self, server):
         self.server = server
         self.proxy = Proxy(server.port)
+
+    def close(self):
+        self.proxy.close()
 
     def restart(self, seconds):
         self.server.crash()
@@ -63,18 +68,15 @@ def nodes(start):
                 for _ in range(number)
             ]
             for node in found:
-                stack.callback(node.proxy.close)
+                stack.callback(node.close)
             return found
 
         yield make
 
 
 def through(node):
-    url = redis_url(node.proxy.port)
-    return {
-        "BACKEND": "dlocks.backends.redis.RedisBackend",
-        "OPTIONS": {"url": url, "socket_timeout": 0.5},
-    }
+    options = {"url": redis_url(node.proxy.port), "socket_timeout": 0.5}
+    return {"BACKEND": REDIS, "OPTIONS": options}
 
 
 class Crowd:
@@ -151,15 +153,40 @@ def test_a_persistent_redis_excludes_under_faults(nodes, aliases, tmp_path):
     assert tokens == sorted(set(tokens))
 
 
+def test_zookeeper_excludes_under_faults(zookeeper_server, root, aliases, tmp_path):
+    """The faults are stopped holders, cut connections, expired sessions and silence."""
+    path, luck = tmp_path / "notes", random.Random(20)
+    with contextlib.closing(Node(zookeeper_server)) as node:
+        options = {"root": root, "session_timeout": 1.5, "connect_timeout": 2.0}
+        process = aliases(zookeeper=zookeeper(node.proxy.port, **options))
+        crowd = Crowd(process, path, "zookeeper", ttl=30, timeout=10)
+        end = time.monotonic() + volume(11)
+        while time.monotonic() < end:
+            time.sleep(luck.uniform(0.1, 0.4))
+            fault = luck.choice(["cut", "holder", "holder", "server"])
+            if fault == "cut":
+                node.proxy.disconnect()
+            elif fault == "server":
+                node.stop(luck.uniform(0.1, 2.0))
+            else:
+                with contextlib.suppress(LockBackendError):
+                    holder = db_lock("key", using="zookeeper").holder()
+                    for one in crowd.workers:
+                        # The process may have released the key by then.
+                        if holder and f":{one.process.pid}:" in holder.holder:
+                            crowd.pause(one, luck.uniform(1.0, 3.0))
+        crowd.end()
+    found = holds(path)
+    assert len(found) > 20
+    assert len({token for _, _, token in found}) == len(found)
+    assert overlaps(found) == []
+
+
 def test_a_quorum_of_five_excludes_under_faults(nodes, aliases, tmp_path):
     five = nodes(5)
     path, luck = tmp_path / "notes", random.Random(2)
     members = {f"redis{number}": through(node) for number, node in enumerate(five)}
-    quorum = {
-        "BACKEND": "dlocks.backends.quorum.QuorumBackend",
-        "OPTIONS": {"of": list(members)},
-    }
-    crowd = Crowd(aliases(**members, quorum=quorum), path, "quorum")
+    crowd = Crowd(aliases(**members, quorum=quorum(members)), path, "quorum")
     for worker in crowd.workers[:3]:
         lost = luck.sample(five, 2)
         lost[0].server.crash()

@@ -14,16 +14,16 @@ from django.test import SimpleTestCase
 from redis.crc import key_slot
 
 from dlocks import LockBackendError, db_lock
+from dlocks.backends.redis import RedisBackend
 from tests import jobs, timing
-from tests.backends import cluster_jobs
 from tests.contract import BackendContract
-from tests.internals import Claim, RedisBackend, backends, name_of
+from tests.promises.backends.others import REDIS, claim
 from tests.servers import PASSWORD, Redis, Sentinel, free_port
 from tests.timing import in_time
 
-BACKEND = "dlocks.backends.redis.RedisBackend"
 SECRET = "open-sesame"
-
+# The slots of a cluster of three.
+SLOTS = [range(16384 * one // 3, 16384 * (one + 1) // 3) for one in range(3)]
 
 eventually = partial(timing.eventually, but=(redis.RedisError, LockBackendError))
 
@@ -43,13 +43,9 @@ def cluster():
             stack.enter_context(Redis(**options, **{"cluster-port": bus}))
             for bus in buses
         ]
-        for number, node in enumerate(nodes):
+        for node, slots in zip(nodes, SLOTS, strict=True):
             with node.client() as client:
-                client.execute_command(
-                    "CLUSTER ADDSLOTSRANGE",
-                    16384 * number // 3,
-                    16384 * (number + 1) // 3 - 1,
-                )
+                client.execute_command("CLUSTER ADDSLOTSRANGE", slots[0], slots[-1])
                 for other, bus in zip(nodes, buses, strict=True):
                     client.execute_command("CLUSTER MEET", "127.0.0.1", other.port, bus)
         wait_until_whole(nodes)
@@ -88,9 +84,9 @@ def backend(empty):
 
 
 def claims_of(backend, number):
-    claims = [Claim(key=f"key {one}", ttl=30.0, holder="me") for one in range(number)]
-    for claim in claims:
-        assert backend.acquire(claim)
+    claims = [claim(f"key {one}") for one in range(number)]
+    for one in claims:
+        assert backend.acquire(one)
     return claims
 
 
@@ -113,35 +109,40 @@ class TestCluster(BackendContract, SimpleTestCase):
         return RedisBackend("cluster", **cluster_of(self.nodes, **options))
 
 
-def test_a_cluster_spreads_keys_and_queues_over_its_nodes(empty, aliases, until):
-    process = aliases(cluster={"BACKEND": BACKEND, "OPTIONS": cluster_of(empty)})
+def test_a_cluster_spreads_keys_and_queues_over_its_nodes(
+    empty, aliases, backend, until
+):
+    """All that belongs to one key is on one node, whatever the key's characters."""
+    process = aliases(cluster={"BACKEND": REDIS, "OPTIONS": cluster_of(empty)})
     holder, waiter = process(), process()
-    for key in (f"key {number}" for number in range(6)):
+    for key in ("1", "2", "3", "4", "}", "{}", "a}b{c}", "%7D", "ß}"):
         holder.start(jobs.hold, key, using="cluster")
         token = holder.hear()
         waiter.start(jobs.wait_quietly, key, using="cluster", timeout=30)
-        until(lambda key=key: backends["cluster"].waiting(key) == 1)
+        until(lambda key=key: backend.waiting(key) == 1)
         holder.tell()
         assert waiter.hear()[1] > token
         assert holder.hear() == "released"
     for node in empty:
         with node.client() as client:
             assert client.dbsize()
+    assert backend.acquire(claim("%7D"))
+    assert backend.acquire(claim("}"))
 
 
 def test_the_locks_of_all_nodes_of_a_cluster_are_listed(backend):
     """They can also be cleared."""
     claims = claims_of(backend, 20)
-    assert sorted(backend.keys()) == sorted(claim.key for claim in claims)
-    for claim in claims:
-        assert backend.clear(claim.key, backend.holder(claim.key).token)
+    assert sorted(backend.keys()) == sorted(one.key for one in claims)
+    for one in claims:
+        assert backend.clear(one.key, backend.holder(one.key).token)
     assert backend.keys() == []
     assert backend.renew(claims) == {}
 
 
 def test_a_silent_cluster_node_fails_only_its_own_keys(empty, aliases):
     options = cluster_of(empty, socket_timeout=0.3)
-    aliases(cluster={"BACKEND": BACKEND, "OPTIONS": options})
+    aliases(cluster={"BACKEND": REDIS, "OPTIONS": options})
     tried = [
         db_lock(f"key {number}", using="cluster", timeout=0, ttl=1.0)
         for number in range(6)
@@ -171,9 +172,7 @@ def test_a_silent_cluster_node_does_not_block_other_renewals(empty):
         began = time.monotonic()
         left = backend.renew(claims)
         in_time(time.monotonic() - began, 10.0)
-        assert {claim.owner for claim in claims} == left.keys(), (
-            "none of them is known to be lost"
-        )
+        assert {one.owner for one in claims} == left.keys(), "none is known to be lost"
         assert set(left.values()) == {0.0, 30.0}
     eventually(lambda: set(backend.renew(claims).values()) == {30.0})
     with silent(empty, *empty):
@@ -181,16 +180,16 @@ def test_a_silent_cluster_node_does_not_block_other_renewals(empty):
         with pytest.raises(LockBackendError):
             backend.renew(claims)
         in_time(time.monotonic() - began, 20.0)
-    eventually(lambda: all(backend.release(claim) for claim in claims))
+    eventually(lambda: all(map(backend.release, claims)))
 
 
 def test_a_cluster_release_whose_reply_is_lost_is_a_release(backend, monkeypatch):
     """The request is sent again, and no other caller has acquired the key."""
-    claim = Claim(key="key", ttl=30.0, holder="holder")
+    mine = claim()
     # The script is loaded, so the next reply is that to the release.
-    assert backend.acquire(claim)
-    assert backend.release(claim)
-    assert backend.acquire(claim)
+    assert backend.acquire(mine)
+    assert backend.release(mine)
+    assert backend.acquire(mine)
     read, lost = redis.Connection.read_response, []
 
     def lose(*arguments, **options):
@@ -201,7 +200,7 @@ def test_a_cluster_release_whose_reply_is_lost_is_a_release(backend, monkeypatch
         return reply
 
     monkeypatch.setattr(redis.Connection, "read_response", lose)
-    assert backend.release(claim)
+    assert backend.release(mine)
     assert lost == [1]
     assert backend.holder("key") is None
 
@@ -209,19 +208,18 @@ def test_a_cluster_release_whose_reply_is_lost_is_a_release(backend, monkeypatch
 def test_a_migrating_slot_does_not_delay_other_renewals(backend, empty):
     claims = claims_of(backend, 12)
     moving, *others = claims
-    slot = key_slot(name_of(moving.key).encode())
+    slot = key_slot(f"dlocks:{{{moving.key}}}".encode())
     with contextlib.ExitStack() as stack:
-        nodes = {
-            node.port: stack.enter_context(node.client(decode_responses=True))
-            for node in empty
-        }
-        source = nodes.pop(backend._client.get_node_from_key(name_of(moving.key)).port)
-        target, _ = nodes.values()
+        nodes = [
+            stack.enter_context(node.client(decode_responses=True)) for node in empty
+        ]
+        source = nodes.pop(next(i for i in range(3) if slot in SLOTS[i]))
+        target, _ = nodes
+        # The node then replies that the request must be retried, since it has only some
+        # of the names of this key.
         target.execute_command(
             "CLUSTER SETSLOT", slot, "IMPORTING", source.cluster("myid")
         )
-        # From here on the node replies that the request must be retried, since it has
-        # only some of the names of this key.
         source.execute_command(
             "CLUSTER SETSLOT", slot, "MIGRATING", target.cluster("myid")
         )
@@ -231,18 +229,13 @@ def test_a_migrating_slot_does_not_delay_other_renewals(backend, empty):
             for node in (source, target):
                 node.execute_command("CLUSTER SETSLOT", slot, "STABLE")
         assert left.pop(moving.owner) == 0.0
-        assert left == {claim.owner: 30.0 for claim in others}
+        assert left == {one.owner: 30.0 for one in others}
     assert set(backend.renew(claims).values()) == {30.0}
-    for claim in claims:
-        assert backend.release(claim)
+    for one in claims:
+        assert backend.release(one)
 
 
-def test_a_forked_child_can_use_a_busy_cluster_client(empty, aliases):
-    parent = aliases(cluster={"BACKEND": BACKEND, "OPTIONS": cluster_of(empty)})()
-    token, granted = parent.call(
-        cluster_jobs.fork_in_the_middle_of_a_question, "key", using="cluster"
-    )
-    assert int(granted) > token
+# Failovers.
 
 
 @pytest.fixture
@@ -260,21 +253,9 @@ def watched(start):
 
 
 def test_locks_survive_a_sentinel_failover(watched, aliases, in_other_thread):
-    """An unknown master is an error that names the alias."""
     master, _, sentinel = watched
-    unknown = RedisBackend("redis", url="redis://nobody/0", sentinels=[sentinel.url])
-    with pytest.raises(
-        LockBackendError,
-        match=r"DLOCKS\['redis'\]: a request to Redis at 'nobody' of the Sentinels",
-    ) as raised:
-        unknown.acquire(Claim(key="key", ttl=60.0))
-    pool = unknown._client.connection_pool
-    assert PASSWORD not in f"{raised.value}{vars(unknown)}{vars(pool)}"
-    options = {
-        "url": f"redis://:{PASSWORD}@dlocks/0",
-        "sentinels": [sentinel.url],
-    }
-    aliases(redis={"BACKEND": BACKEND, "OPTIONS": options})
+    options = {"url": f"redis://:{PASSWORD}@dlocks/0", "sentinels": [sentinel.url]}
+    aliases(redis={"BACKEND": REDIS, "OPTIONS": options})
     lock = db_lock("key", using="redis", ttl=60)
     hold = lock.acquire()
     with master.client() as client:
@@ -282,7 +263,7 @@ def test_locks_survive_a_sentinel_failover(watched, aliases, in_other_thread):
         # not been replicated.
         assert client.wait(1, 10_000) == 1
     master.crash()
-    eventually(lambda: backends["redis"].holder("key") is not None)
+    eventually(lambda: lock.holder() is not None)
     assert in_other_thread(lock.try_acquire) is None
     hold.check()
     hold.release()
@@ -293,33 +274,30 @@ def test_a_failover_loses_a_grant_that_was_not_replicated(watched):
     """The key is granted a second time with a larger token, as documented."""
     master, replica, sentinel = watched
     backend = RedisBackend(
-        "redis",
-        url=f"redis://:{PASSWORD}@dlocks/0",
-        sentinels=[sentinel.url],
+        "redis", url=f"redis://:{PASSWORD}@dlocks/0", sentinels=[sentinel.url]
     )
     with replica.client() as client:
         client.config_set("masterauth", "cut off")
         client.client_kill_filter(_type="master")
-    one, other = (Claim(key="key", ttl=60.0) for _ in range(2))
+    one, other, second = claim(), claim(), []
     first = backend.acquire(one)
     master.crash()
     eventually(lambda: backend.holder("key") is None)
-    second = []
     eventually(lambda: second.append(backend.acquire(other)) or second[-1])
     assert second[-1].token > first.token
     assert one.owner not in backend.renew([one])
 
 
 def test_cluster_and_sentinel_passwords_are_never_shown(start):
+    """An unknown master is an error that names the alias."""
     options = {"requirepass": SECRET, "masterauth": SECRET}
     master = start(Redis(**options))
     sentinel = start(Sentinel(master.port, requirepass=SECRET))
     with sentinel.client() as client:
         client.sentinel_set("dlocks", "auth-pass", SECRET)
+    unknown = RedisBackend("redis", url="redis://nobody/0", sentinels=[sentinel.url])
     watched = RedisBackend(
-        "redis",
-        url=f"redis://:{SECRET}@dlocks/0",
-        sentinels=[sentinel.url],
+        "redis", url=f"redis://:{SECRET}@dlocks/0", sentinels=[sentinel.url]
     )
     alone = start(
         Redis(**options, **{"cluster-enabled": "yes", "cluster-port": free_port()})
@@ -329,11 +307,16 @@ def test_cluster_and_sentinel_passwords_are_never_shown(start):
         eventually(lambda: client.cluster("info")["cluster_state"] == "ok")
     clustered = RedisBackend("redis", url=alone.url, cluster=True)
     for backend in (watched, clustered):
-        eventually(lambda backend=backend: backend.acquire(Claim(key="key", ttl=60.0)))
-        assert SECRET not in f"{backend!r}{vars(backend)}{vars(backend._client)}"
+        eventually(lambda backend=backend: backend.acquire(claim()))
     for server in (master, alone):
         server.crash()
-    for backend in (watched, clustered):
-        with pytest.raises(LockBackendError) as raised:
-            backend.acquire(Claim(key="key", ttl=60.0))
-        assert SECRET not in "".join(traceback.format_exception(raised.value))
+    for backend, place in (
+        (unknown, "Redis at 'nobody' of the Sentinels"),
+        (watched, "Redis at 'dlocks' of the Sentinels"),
+        (clustered, "the Redis cluster at 127.0.0.1"),
+    ):
+        message = rf"DLOCKS\['redis'\]: a request to {place}"
+        with pytest.raises(LockBackendError, match=message) as raised:
+            backend.acquire(claim())
+        told = "".join(traceback.format_exception(raised.value))
+        assert SECRET not in f"{told}{backend!r}{vars(backend)}"

@@ -5,7 +5,6 @@ The three databases are of different kinds.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import logging
@@ -17,127 +16,82 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
-from django.core.exceptions import ImproperlyConfigured
-from django.test import SimpleTestCase, override_settings
+from django.test import SimpleTestCase
 
 from dlocks import LockBackendError, LockLost, LockStale, LockTimeout, db_lock
+from dlocks.backends.base import Runtime
+from dlocks.backends.memory import MemoryBackend
+from dlocks.backends.quorum import QuorumBackend
+from dlocks.backends.redis import RedisBackend
 from tests import jobs, timing
 from tests.contract import BackendContract
-from tests.internals import Claim, MemoryBackend, backends, check_settings
 from tests.models import Counter
+from tests.promises.backends.others import claim, quorum, redis
 from tests.servers import MariaDB, PostgreSQL, Redis
 from tests.timing import in_time
 from tests.volume import volume
 
-QUORUM = "dlocks.backends.quorum.QuorumBackend"
-MEMORY = "dlocks.backends.memory.MemoryBackend"
 SECRET = "open-sesame"
-
-
-def redis_alias(server, **options):
-    return {
-        "BACKEND": "dlocks.backends.redis.RedisBackend",
-        "OPTIONS": {
-            "url": server.url,
-            "socket_timeout": 5.0,
-            "grace": 0,
-            **options,
-        },
-    }
-
-
-def quorum_of(members, **options):
-    return {"BACKEND": QUORUM, "OPTIONS": {"of": list(members), **options}}
-
-
-def claim(key="key", **options):
-    return Claim(key=key, **{"ttl": 60.0, "holder": "somebody", **options})
-
 
 eventually = partial(timing.eventually, but=(LockBackendError,))
 
 
-@pytest.fixture(scope="module")
-def redises():
-    """Five independent Redis servers that keep their grants."""
-    with contextlib.ExitStack() as stack:
-        yield [
-            stack.enter_context(Redis(appendonly="yes", appendfsync="always"))
-            for _ in range(5)
-        ]
+class Members(Runtime):
+    """The members of a quorum that is used without the DLOCKS setting."""
+
+    def __init__(self, backend, members):
+        super().__init__(backend)
+        self.members = members
+
+    def backend_of(self, alias):
+        return self.members[alias]
 
 
-@pytest.fixture
-def five(request, redises):
-    for server in redises:
-        if server.process is None:
-            server.start()
-        with server.client() as client:
-            client.flushall()
-    if request.cls is not None:
-        request.cls.servers = redises
-    yield redises
-    for server in redises:
-        if server.process is not None:
-            server.process.send_signal(signal.SIGCONT)
+def quorum_of(members, **options):
+    """Return a quorum of these backends. No member is down, so a slow one counts."""
+    named = {f"member{number}": member for number, member in enumerate(members)}
+    backend = QuorumBackend(
+        "quorum", of=list(named), **{"node_timeout": 10.0, **options}
+    )
+    backend.runtime = Members(backend, named)
+    return backend
+
+
+def members_at(servers, **options):
+    options = {"socket_timeout": 5.0, "grace": 0.0, **options}
+    return [
+        RedisBackend(f"redis{number}", url=server.url, **options)
+        for number, server in enumerate(servers)
+    ]
 
 
 @pytest.mark.usefixtures("five")
 class TestQuorum(BackendContract, SimpleTestCase):
     def make_backend(self, grace=0.0, **options):
-        members = {
-            f"redis{number}": redis_alias(server, grace=grace)
-            for number, server in enumerate(self.servers)
-        }
-        # No member is down here, so a slow one is waited for.
-        options = {"node_timeout": 10.0, **options}
-        changed = override_settings(
-            DLOCKS={**members, "quorum": quorum_of(members, **options)}
-        )
-        changed.enable()
-        self.addCleanup(changed.disable)
-        return backends["quorum"]
+        self.members = members_at(self.servers, grace=grace)
+        return quorum_of(self.members, **options)
 
     def settle(self, key):
-        def is_free(alias):
+        def is_free(member):
             # A slow member may still have an earlier holder that never released. A
             # member whose reply and whose cancellation were lost may have a holder that
             # the other members did not grant. Both end when the lease expires.
-            holder = backends[alias].holder(key)
+            holder = member.holder(key)
             return holder is None or holder.stale
 
-        eventually(lambda: all(map(is_free, self.backend.of)), seconds=45)
+        eventually(lambda: all(map(is_free, self.members)), seconds=45)
 
 
 @pytest.fixture
-def redlock(five, aliases):
-    """The quorum, with its members by number.
-
-    ``process`` starts another process with the same settings.
-    """
-    members = {
-        f"redis{number}": redis_alias(server) for number, server in enumerate(five)
-    }
-    # The timeout is longer than a machine stalls. Tests in which a member does
-    # not reply set their own.
-    process = aliases(**members, quorum=quorum_of(members, node_timeout=10.0))
-
-    return SimpleNamespace(
-        backend=backends["quorum"],
-        members=[backends[alias] for alias in members],
-        servers=five,
-        process=process,
-    )
-
-
-def test_a_quorum_loses_no_updates(redlock, count_together):
-    crowd = [redlock.process() for _ in range(3)]
-    count_together(crowd, volume(30), using="quorum")
+def redlock(five):
+    """A quorum of five servers, with its members by number."""
+    members = members_at(five)
+    return SimpleNamespace(backend=quorum_of(members), members=members, servers=five)
 
 
 @pytest.mark.parametrize("how", ["crashed", "stopped"])
 def test_a_quorum_of_five_works_without_two_but_not_three(
-    how, redlock, in_other_thread
+    how, five, configured, in_other_thread
 ):
     def lose(server):
         if how == "crashed":
@@ -145,9 +99,9 @@ def test_a_quorum_of_five_works_without_two_but_not_three(
         else:
             server.process.send_signal(signal.SIGSTOP)
 
-    redlock.backend.node_timeout = 2.0
+    configured("quorum", node_timeout=2.0)
     lock = db_lock("key", using="quorum", timeout=0)
-    for server in redlock.servers[:2]:
+    for server in five[:2]:
         lose(server)
     with lock as hold:
         with pytest.raises(LockTimeout, match="held by"):
@@ -155,7 +109,7 @@ def test_a_quorum_of_five_works_without_two_but_not_three(
         hold.check()
         hold.renew()
     lock.acquire().release()
-    lose(redlock.servers[2])
+    lose(five[2])
     began = time.monotonic()
     with pytest.raises(
         LockBackendError,
@@ -168,9 +122,10 @@ def test_a_quorum_of_five_works_without_two_but_not_three(
     assert "redis2" in str(raised.value)
 
 
-def test_a_hold_on_lost_members_ends_by_its_deadline(redlock):
+def test_a_hold_on_lost_members_ends_by_its_deadline(five, configured):
+    configured("quorum")
     hold = db_lock("key", using="quorum", ttl=3.0).acquire()
-    for server in redlock.servers[:3]:
+    for server in five[:3]:
         server.crash()
     with pytest.raises(LockBackendError):
         hold.check()
@@ -197,9 +152,9 @@ def test_a_claim_is_cancelled_on_members_that_did_not_reply(redlock):
     redlock.servers[4].process.send_signal(signal.SIGSTOP)
     assert redlock.backend.acquire(claim()) is None
     redlock.servers[4].process.send_signal(signal.SIGCONT)
-    # The member receives the claim only now. A minute of its ttl is left.
+    # The member receives the claim only now, and could grant it for half a minute.
     redlock.members[4].holder("key")
-    eventually(lambda: redlock.members[4].holder("key") is None)
+    eventually(lambda: redlock.members[4].holder("key") is None, 20)
     for member in redlock.members[:3]:
         assert member.release(other)
     assert redlock.backend.acquire(claim())
@@ -258,25 +213,25 @@ def test_renewals_restore_a_hold_on_members_that_lost_data(redlock):
     assert redlock.backend.acquire(claim())
 
 
-def test_a_grant_slower_than_its_ttl_does_not_count(redlock):
-    redlock.backend.node_timeout = 10.0
-    for member in redlock.members:
-        member.holder("key")
-    for server in redlock.servers[:3]:
+def test_a_grant_slower_than_its_ttl_does_not_count(five, configured):
+    configured("quorum")
+    lock = db_lock("key", using="quorum", ttl=1.0, timeout=20)
+    lock.acquire().release()
+    for server in five[:3]:
         server.process.send_signal(signal.SIGSTOP)
     sent = threading.Event()
 
     def go_on():
         sent.wait(10)
         time.sleep(1.3)
-        for server in redlock.servers[:3]:
+        for server in five[:3]:
             server.process.send_signal(signal.SIGCONT)
 
     thread = threading.Thread(target=go_on)
     thread.start()
     began = time.monotonic()
     sent.set()
-    hold = db_lock("key", using="quorum", ttl=1.0, timeout=20).acquire()
+    hold = lock.acquire()
     # The first reply arrived too late. The claim was cancelled and sent again.
     assert time.monotonic() - began > 1.3
     assert hold.held
@@ -322,56 +277,49 @@ class ShortMemory(MemoryBackend):
         return 4.0
 
 
-def test_a_quorum_hold_lasts_no_longer_than_a_majority_grants(settings, until):
-    members = {
-        f"memory{number}": {
-            "BACKEND": f"{__name__}.ShortMemory",
-            "OPTIONS": {"grace": 0},
-        }
-        for number in range(3)
-    }
+def test_a_quorum_hold_lasts_no_longer_than_a_majority_grants(
+    settings, monkeypatch, until
+):
+    kind = {"BACKEND": f"{__name__}.ShortMemory", "OPTIONS": {"grace": 0}}
+    members = {f"memory{number}": kind for number in range(3)}
     settings.DLOCKS = {
         **members,
-        "quorum": quorum_of(members),
-        "other": quorum_of(members, node_timeout=10.0),
+        "quorum": quorum(members),
+        "other": quorum(members, node_timeout=10.0),
     }
     hold = db_lock("key", using="quorum", ttl=30).acquire()
-    first = hold._state.lease.deadline
+    first = time.monotonic() + hold.remaining
     assert 1.0 < hold.remaining <= 4.0
     # It is renewed before these seconds have passed, however long the ttl.
-    until(lambda: hold._state.lease.deadline > first + 4.0)
+    until(lambda: time.monotonic() + hold.remaining > first + 4.0)
     assert hold.held
-    for alias in members:
-        backends[alias].answers = False
-    with db_lock("key", using="other", timeout=10).acquire():
+    monkeypatch.setattr(ShortMemory, "answers", False)
+    with db_lock("key", using="other", timeout=10):
         assert not hold.held
 
 
-def test_the_largest_token_of_a_majority_may_not_grow(settings):
+class Ahead(MemoryBackend):
+    """A backend whose clock is an hour ahead of that of the others."""
+
+    def acquire(self, claim):
+        grant = super().acquire(claim)
+        return grant and dataclasses.replace(grant, token=grant.token + 3_600_000_000)
+
+
+def test_the_largest_token_of_a_majority_may_not_grow():
     """A quorum has no fencing token, although its members have.
 
     The documentation explains this.
     """
-    members = {f"memory{number}": {"BACKEND": MEMORY} for number in range(3)}
-    settings.DLOCKS = members
-    ahead, one, other = (backends[alias] for alias in members)
-    first = claim()
-    ahead.acquire(claim("warm"))
-    granted = {member: member.acquire(first) for member in (ahead, one)}
-    # The first member's clock is ahead of the others.
-    state = ahead._states["key"]
-    ahead._states["key"] = dataclasses.replace(
-        state, version=state.version + 3_600_000_000
-    )
-    first_token = max(ahead.acquire(first).token, granted[one].token)
-    for member in (ahead, one):
-        member.release(first)
-    second = claim()
-    # The next majority shares a member with the first, and the token of that member has
-    # grown.
-    second_tokens = [member.acquire(second).token for member in (one, other)]
-    assert second_tokens[0] > granted[one].token
-    assert max(second_tokens) < first_token
+    members = [Ahead("ahead"), MemoryBackend("one"), MemoryBackend("two")]
+    backend, tokens = quorum_of(members), []
+    for absent in (2, 0):
+        other, mine = claim(holder="another"), claim()
+        assert members[absent].acquire(other)
+        tokens.append(backend.acquire(mine).token)
+        assert backend.release(mine)
+        members[absent].release(other)
+    assert tokens[0] > tokens[1]
 
 
 # Use cases and limits.
@@ -379,13 +327,13 @@ def test_the_largest_token_of_a_majority_may_not_grow(settings):
 
 @pytest.mark.django_db(transaction=True)
 @pytest.mark.parametrize(("using", "guard"), [("quorum", False), ("brisk", True)])
-def test_a_pause_breaks_a_quorum_but_not_a_guarded_commit(using, guard, redlock):
+def test_a_pause_breaks_a_quorum_but_not_a_guarded_commit(using, guard, configured):
     """A holder that is stopped for longer than its lease writes too late.
 
     Only the guarded commit detects this, however many members had agreed.
     """
     row = Counter.objects.create(name="stock", value=7)
-    late = redlock.process()
+    late = configured("quorum")()
     late.start(jobs.write_under, "stock", "stock", 1, guard=guard, ttl=0.6, using=using)
     late.hear()
     late.stop()
@@ -438,7 +386,7 @@ def test_a_quorum_of_three_different_databases(start, doomed, tmp_path, count_to
     environment = {
         "DLOCKS_TEST_DATABASES": json.dumps(databases),
         "DLOCKS_TEST_ALIASES": json.dumps(
-            {**members, "quorum": quorum_of(members, node_timeout=10.0)}
+            {**members, "quorum": quorum(members, node_timeout=10.0)}
         ),
     }
     crowd = [doomed(**environment) for _ in range(2)]
@@ -450,82 +398,21 @@ def test_a_quorum_of_three_different_databases(start, doomed, tmp_path, count_to
     assert crowd[0].call(jobs.acquire, "key", using="quorum") == "LockBackendError"
 
 
-# Settings and secrets.
-
-
-WRONG = [
-    (["one", "two"], "odd number of aliases, not 2"),
-    ([], "odd number of aliases, not 0"),
-    (["one", "two", "one"], "names an alias twice"),
-    (["one", "two", "quorum"], "names 'quorum' itself"),
-    ("one", "of must be a list of aliases"),
-    (
-        ["one", "two", "nobody"],
-        "'nobody' cannot be a member: DLOCKS has no alias 'nobody'",
-    ),
-    (["one", "two", "dummy"], "'dummy' cannot be a member: it is a DummyBackend"),
-    (["one", "two", "inner"], "'inner' cannot be a member: it is a QuorumBackend"),
-    (
-        ["one", "two", "tenant"],
-        "'tenant' cannot be a member: its prefix is a function",
-    ),
-    (
-        ["one", "redis", "same"],
-        "'redis' and 'same' keep their locks in the same place",
-    ),
-    (
-        ["one", "two", "wrong"],
-        "'wrong' cannot be a member: .*url is not a URL of Redis",
-    ),
-]
-
-
-def test_an_invalid_quorum_is_reported_by_check_and_first_use(settings):
-    there = {
-        "BACKEND": "dlocks.backends.redis.RedisBackend",
-        "OPTIONS": {"url": f"redis://:{SECRET}@localhost:1/0"},
-    }
-    aliases = {
-        "one": {"BACKEND": MEMORY},
-        "two": {"BACKEND": MEMORY},
-        "three": {"BACKEND": MEMORY},
-        "dummy": {"BACKEND": "dlocks.backends.dummy.DummyBackend"},
-        "tenant": {"BACKEND": MEMORY, "OPTIONS": {"prefix": lambda: "acme:"}},
-        "inner": quorum_of(["one", "two", "three"]),
-        "redis": there,
-        "same": there,
-        "wrong": {**there, "OPTIONS": {"url": f"redis://:{SECRET}@localhost:1/shop"}},
-    }
-    for of, message in WRONG:
-        wrong = {"BACKEND": QUORUM, "OPTIONS": {"of": of}}
-        settings.DLOCKS = {**aliases, "quorum": wrong}
-        with pytest.raises(ImproperlyConfigured, match=message) as raised:
-            db_lock("key", using="quorum").acquire()
-        told = "".join(traceback.format_exception(raised.value))
-        assert "DLOCKS['quorum']" in told
-        assert SECRET not in told
-        checks = [one for one in check_settings() if "DLOCKS['quorum']" in one.msg]
-        assert [one.id for one in checks] == ["dlocks.E002"], of
-
-
 def test_errors_of_quorum_members_contain_no_secret(start, aliases, caplog):
+    """The members refuse this password."""
     servers = [start(Redis()) for _ in range(3)]
     members = {
-        f"redis{number}": redis_alias(
+        f"redis{number}": redis(
             server, url=f"redis://:{SECRET}@127.0.0.1:{server.port}/0"
         )
         for number, server in enumerate(servers)
     }
-    aliases(**members, quorum=quorum_of(members))
+    aliases(**members, quorum=quorum(members))
     with (
         caplog.at_level(logging.DEBUG),
         pytest.raises(LockBackendError, match="0 of 3 members answered") as raised,
     ):
         db_lock("key", using="quorum").acquire()
-    told = (
-        "".join(traceback.format_exception(raised.value))
-        + caplog.text
-        + repr(vars(backends["quorum"]))
-    )
+    told = "".join(traceback.format_exception(raised.value)) + caplog.text
     assert "DLOCKS['redis1']" in told
     assert SECRET not in told

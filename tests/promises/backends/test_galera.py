@@ -17,9 +17,9 @@ import MySQLdb
 import pytest
 
 from tests import jobs
-from tests.backends import cluster_jobs
 from tests.nemesis.__main__ import galera_plan
 from tests.nemesis.campaign import run
+from tests.promises.backends import cluster_jobs
 from tests.servers import Galera
 from tests.timing import eventually
 from tests.volume import volume
@@ -184,8 +184,9 @@ def test_a_transaction_that_ignores_its_lost_lock_cannot_commit(cluster, three):
         key = f"on {using}"
         first.call(jobs.try_once, key, using=using)
         prepare(first, cluster)
-        second.start(cluster_jobs.go_on_after_an_error, key, "second", using=using)
-        assert second.hear() == "inside"
+        policy = {"careless": True, "using": using}
+        second.start(cluster_jobs.hold_and_write, key, "second", **policy)
+        assert isinstance(second.hear(), int)
         with one_abort(cluster[1]):
             first.call(cluster_jobs.write_under, key, "first", using=using)
         second.tell()

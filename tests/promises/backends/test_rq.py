@@ -8,19 +8,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from django.apps import apps
 from redis import Redis
 from rq import Queue
 
 from dlocks import db_lock
 from tests import pages
-from tests.internals import HoldRecord
+from tests.scripts import ROOT
 
 pytestmark = pytest.mark.django_db(transaction=True)
-
-ROOT = Path(__file__).parent.parent.parent
 
 
 def test_an_rq_job_releases_and_records_its_holds(redis_server, tmp_path):
@@ -55,7 +53,8 @@ def test_an_rq_job_releases_and_records_its_holds(redis_server, tmp_path):
             capture_output=True,
             timeout=60,
         )
-    assert dict(HoldRecord.objects.values_list("key_resource", "ending")) == {
+    records = apps.get_model("dlocks", "HoldRecord").objects
+    assert dict(records.values_list("key_resource", "ending")) == {
         **{f"ended:{number}": "R" for number in range(6)},
         "left": "F",
     }

@@ -11,7 +11,7 @@ import json
 import pytest
 
 from tests import jobs
-from tests.backends import cluster_jobs
+from tests.promises.backends import cluster_jobs
 from tests.proxy import Proxy
 from tests.servers import PostgreSQL, Standby
 from tests.timing import eventually
@@ -119,7 +119,7 @@ def test_a_synchronous_failover_loses_nothing_confirmed(pair, process):
     granted = [token for _, token in written]
     assert granted == sorted(set(granted))
     # The holds survive the failover.
-    assert set(holder.call(cluster_jobs.still_held).values()) == {True}
+    assert set(holder.call(jobs.still_held).values()) == {True}
 
     def attempt(using):
         key = f"held {using}"
@@ -156,7 +156,7 @@ def test_an_asynchronous_failover_loses_leases_and_data_together(pair, process):
     pair.fail_over()
     # A holder that can reach the new server learns of the loss at its next request or
     # renewal.
-    assert holder.call(cluster_jobs.still_held) == {
+    assert holder.call(jobs.still_held) == {
         key: key.startswith("reached") for key, _ in tokens
     }
     reached = [f"reached {using}" for using in KINDS]
@@ -190,8 +190,8 @@ def test_a_guard_on_a_lease_lost_in_failover_cannot_commit(pair, process):
     pair.link.cut.set()
     tokens = []
     for using, holder in zip(KINDS, holders, strict=True):
-        policy = {"ttl": 60, "using": using}
-        holder.start(cluster_jobs.guard_when_told, using, "first", **policy)
+        policy = {"ttl": 60, "using": using, "when_told": True}
+        holder.start(cluster_jobs.guard, using, "first", **policy)
         tokens.append(holder.hear())
     pair.fail_over()
     for using, holder, token in zip(KINDS, holders, tokens, strict=True):

@@ -6,13 +6,12 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from tests import servers
+from tests.scripts import ROOT
 
-ROOT = Path(__file__).parent.parent.parent
 DATABASE = ("pessimistic", "optimistic", "insert")
 SALE = """
 from django.core.management import execute_from_command_line as manage

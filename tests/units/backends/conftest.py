@@ -1,0 +1,3 @@
+"""The servers of tests/promises/backends."""
+
+from tests.promises.backends.conftest import *  # noqa: F403

@@ -1,0 +1,372 @@
+"""Requests of the ZooKeeper backend that are late, lost or coincide with others."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import shutil
+import signal
+import socket
+import threading
+import time
+from contextlib import closing, contextmanager
+
+import pytest
+from kazoo.exceptions import ConnectionLoss
+
+from dlocks import LockBackendError, LockLost, db_lock
+from tests.internals import (
+    ZooKeeperBackend,
+    backends,
+    clock,
+    disconnect,
+    tickets,
+    waiters,
+    zookeeper,
+    zookeeper_maintenance,
+    zookeeper_waiting,
+)
+from tests.promises.backends.others import at, claim, client_of
+from tests.proxy import Proxy
+from tests.servers import BRISK, ZooKeeper
+from tests.timing import in_time
+
+
+def lock(key="key", **policy):
+    return db_lock(key, using="zookeeper", **{"timeout": 20, **policy})
+
+
+@pytest.fixture(autouse=True)
+def sessions_closed():
+    """Close all sessions at the end of each test."""
+    yield
+    # This includes backends that other settings have replaced.
+    for backend in list(zookeeper_maintenance.all_backends):
+        disconnect(backend)
+
+
+@pytest.fixture
+def server(zookeeper_server):
+    return zookeeper_server
+
+
+@pytest.fixture
+def backend(server, zookeeper_at):
+    zookeeper_at(server.port)
+    return backends["zookeeper"]
+
+
+@pytest.fixture
+def proxied(server, zookeeper_at):
+    """Return a function that puts a proxy in front of the server.
+
+    It returns the proxy and the backend.
+    """
+    with closing(Proxy(server.port)) as proxy:
+
+        def configure(**options):
+            zookeeper_at(proxy.port, **options)
+            return proxy, backends["zookeeper"]
+
+        yield configure
+
+
+def end_session(backend, server):
+    """End the session of this process from the servers' side."""
+    session = backend.ensemble._client.client_id
+    while True:
+        # Closing the client ends the session, unless the process has reconnected
+        # meanwhile.
+        with client_of(server.port, client_id=session) as client:
+            if client.client_id != session:
+                return
+
+
+# Sessions that end.
+
+
+def test_the_end_of_a_session_is_reported_at_once(server, zookeeper_at, until):
+    """The loss of a session is reported at once, not at the next renewal."""
+    zookeeper_at(server.port, session_timeout=60.0)
+    told = threading.Event()
+    hold = lock(ttl=60, on_lost=lambda hold: told.set()).acquire()
+    backend = backends["zookeeper"]
+    first = hold._state.lease.deadline
+    # The first renewal may be due soon. The loss must be reported before the second.
+    until(lambda: hold._state.lease.deadline > first, seconds=30)
+    renewed = hold._state.lease.deadline
+    began = time.monotonic()
+    end_session(backend, server)
+    assert told.wait(30)
+    in_time(time.monotonic() - began, backend.renew_every / 2)
+    assert not hold.held
+    assert hold._state.lease.deadline == renewed
+    with pytest.raises(LockLost, match="ZooKeeper session that held it has ended"):
+        hold.release()
+    with lock(timeout=5) as again:
+        assert again.token > hold.token
+
+
+async def test_waiters_queue_again_when_their_session_ends(
+    server, backend, person, root, nodes
+):
+    """One of them is a thread, and the other one is a task."""
+    person.ensure_path(f"{root}/key")
+    first = person.create(
+        f"{root}/key/{'0' * 32}.alone..", sequence=True, ephemeral=True
+    )
+
+    def work():
+        with lock(timeout=30) as hold:
+            return hold.held
+
+    async def until_queued(*, without):
+        while not (
+            len(found := set(nodes()) - without) == 2
+            and sum(bool(one.watched) for one in list(backend._entries.values())) == 2
+        ):
+            await asyncio.sleep(0.01)
+        return found
+
+    thread = asyncio.create_task(asyncio.to_thread(work))
+    task = asyncio.create_task(lock().aacquire())
+    foreign = {first.rpartition("/")[2]}
+    ended = await until_queued(without=foreign)
+    await asyncio.to_thread(end_session, backend, server)
+    await until_queued(without=foreign | ended)
+    await asyncio.to_thread(person.delete, first)
+    hold = await task
+    assert hold.held
+    await hold.arelease()
+    assert await thread
+    assert nodes() == []
+
+
+def test_tokens_grow_for_an_idle_process_of_a_rebuilt_ensemble(
+    start, zookeeper_at, root, monkeypatch, until
+):
+    """The process has no session through which it would learn of it."""
+    monkeypatch.setattr(zookeeper_maintenance, "IDLE_CLOSE_AFTER", 0.2)
+    server = start(ZooKeeper(**BRISK))
+    zookeeper_at(server.port)
+    with lock() as hold:
+        before = hold.token
+    until(lambda: not backends["zookeeper"].ensemble._client)
+    server.stop()
+    shutil.rmtree(server.data / "version-2")
+    server.start()
+    # Another process comes first and creates the root.
+    other = ZooKeeperBackend("other", hosts=at(server.port), root=root)
+    between = other.acquire(claim()).token
+    disconnect(other)
+    with lock() as hold:
+        assert before < between < hold.token
+
+
+# Servers that do not reply.
+
+
+def test_a_connection_without_a_reply_is_closed_early(server, proxied):
+    """A connection without a reply is closed before waiters raise an error.
+
+    The length of the session does not matter.
+    """
+    proxy, backend = proxied(session_timeout=50.0, connect_timeout=40.0)
+    with socket.create_server(("127.0.0.1", 0)) as silent, lock() as hold:
+        proxy._target = silent.getsockname()[1]
+        proxy.disconnect()
+        with silent.accept()[0]:
+            proxy._target = server.port
+            began = time.monotonic()
+            assert backend.holder("key").token == hold.token
+            in_time(time.monotonic() - began, waiters.CONNECT_TIMEOUT / 2)
+
+
+def test_a_cancelled_claim_on_silent_servers_leaves_no_node(
+    server, zookeeper_at, person, root, nodes, until
+):
+    zookeeper_at(server.port, connect_timeout=20.0)
+    with lock():
+        # The server does not delete the node of the key while it has a child.
+        person.create(f"{root}/key/other", ephemeral=True)
+    backend = backends["zookeeper"]
+    backend.ensemble.timeout = 0.4
+    server.process.send_signal(signal.SIGSTOP)
+    began = time.monotonic()
+    try:
+        for _ in range(2):
+            with pytest.raises(LockBackendError, match="zookeeper"):
+                lock().acquire()
+        in_time(time.monotonic() - began, 6.0)
+    finally:
+        server.process.send_signal(signal.SIGCONT)
+    # The server processes the requests, although no caller waits for them any more.
+    until(lambda: not backend._orphans)
+    assert nodes() == ["other"]
+
+
+def test_a_silent_claim_is_skipped_beside_an_orphaned_node(proxied, until):
+    """An orphaned node is searched for twice the length of the session.
+
+    It might appear for that long. Meanwhile a silent claim is still skipped.
+    """
+    proxy, backend = proxied(session_timeout=40.0, connect_timeout=20.0)
+    holder, silent, waits = claim(), claim(), claim()
+    assert backend.acquire(holder)
+    backend.ensemble.timeout = 0.5
+    proxy.cut.set()
+    with pytest.raises(LockBackendError):
+        lock("another").acquire()
+    proxy.cut.clear()
+    backend.ensemble.timeout = 20.0
+    for one in (silent, waits):
+        assert backend.enqueue(one).position
+    until(lambda: backend.poll([waits]) and backend.waiting("key") == 1, seconds=20)
+    assert backend._orphans
+    assert backend.release(holder)
+    until(lambda: backend.poll([waits])[waits.owner].grant)
+    assert backend.release(waits)
+
+
+def test_a_busy_key_is_no_error_when_the_server_then_leaves(
+    backend, nodes, until, monkeypatch
+):
+    """The caller knows that the key is busy, and waits. Its node is deleted later."""
+    holder, send = claim(), backend.ensemble.send
+    assert backend.acquire(holder)
+
+    def unreachable(*requests, **options):
+        if requests[0][0] == "delete":
+            raise backend.ensemble._unanswered(None) from ConnectionLoss()
+        return send(*requests, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(zookeeper, "SOON", 0.05)
+        patched.setattr(backend.ensemble, "send", unreachable)
+        assert backend.acquire(claim()) is None
+    until(lambda: len(nodes()) == 1)
+    assert backend.release(holder)
+
+
+def test_a_key_is_not_granted_without_a_remaining_lease(backend, nodes, monkeypatch):
+    """The session is uncertain when the replies arrive."""
+    mine, send = claim(), backend.ensemble.send
+
+    def send_slowly(*requests, **how):
+        answers = send(*requests, **how)
+        backend.ensemble.certain_until = clock.now()
+        return answers
+
+    @contextmanager
+    def answered_late():
+        with monkeypatch.context() as patched:
+            patched.setattr(backend.ensemble, "send", send_slowly)
+            yield
+
+    with answered_late():
+        assert backend.acquire(mine) is None
+    assert nodes() == []
+    assert backend.acquire(mine)
+    with answered_late():
+        backend.holder("key")
+        assert backend.acquire(mine) is None
+    assert nodes() == []
+    # A grant from the queue is requested again.
+    with answered_late():
+        for ticket in (backend.enqueue(mine), backend.poll([mine])[mine.owner]):
+            assert (ticket.grant, ticket.must_retry) == (None, True)
+    assert backend.acquire(mine).lease > 0
+    assert backend.release(mine)
+
+
+# Leases that expire meanwhile.
+
+
+def test_a_release_is_false_once_the_expired_lease_has_ended(backend, monkeypatch):
+    """Another caller may have the key before this process has forgotten its claim."""
+    send = backend.ensemble.send
+    for keep in (0.0, 60.0):
+        deleted, forgets = threading.Event(), threading.Event()
+
+        def send_and_wait(*requests, deleted=deleted, forgets=forgets, **options):
+            answers = send(*requests, **options)
+            if requests[0][0] == "delete" and not deleted.is_set():
+                deleted.set()
+                assert forgets.wait(30)
+            return answers
+
+        mine = claim(f"key {keep}", ttl=0.2)
+        assert backend.acquire(mine)
+        monkeypatch.setattr(backend.ensemble, "send", send_and_wait)
+        assert deleted.wait(30)
+        released = backend.release(mine, keep=keep)
+        forgets.set()
+        monkeypatch.setattr(backend.ensemble, "send", send)
+        assert not released, keep
+
+
+@pytest.fixture
+def late(server, root):
+    """A backend whose process goes on after a pause in which its lease has expired."""
+    return ZooKeeperBackend("late", hosts=at(server.port), root=root, grace=0.0)
+
+
+def test_a_late_renewal_and_a_takeover_exclude_each_other(
+    late, server, root, monkeypatch
+):
+    # The request gets its reply, however long the server takes.
+    for module in (zookeeper, zookeeper_maintenance, zookeeper_waiting):
+        monkeypatch.setattr(module, "SOON", 20.0)
+    other = ZooKeeperBackend("other", hosts=at(server.port), root=root)
+    mine, left, done = claim(ttl=2.0), {}, threading.Event()
+    end = late._end
+
+    def end_after_a_renewal(entry):
+        left.update(late.renew([mine]))
+        end(entry)
+        done.set()
+
+    monkeypatch.setattr(late, "_end", end_after_a_renewal)
+    assert other.acquire(claim("warm"))
+    assert late.acquire(mine)
+    assert done.wait(10)
+    assert left[mine.owner] > 0
+    assert other.acquire(claim()) is None
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("certain", [True, False])
+def test_a_claim_that_is_being_cancelled_is_not_granted(
+    late, until, certain, monkeypatch
+):
+    mine, begun, go_on = claim(ttl=2.0), threading.Event(), threading.Event()
+    leave = late._release_entry
+
+    def leave_slowly(entry, **how):
+        begun.set()
+        assert go_on.wait(30)
+        return leave(entry, **how)
+
+    assert late.acquire(mine)
+    monkeypatch.setattr(late, "_release_entry", leave_slowly)
+    try:
+        assert begun.wait(10)
+        if not certain:
+            late.ensemble.certain_until = -math.inf
+        assert late.acquire(mine) is None
+        assert late.enqueue(mine) is None
+        assert late.poll([mine]) == {}
+    finally:
+        go_on.set()
+    until(lambda: mine.owner not in late._entries)
+    assert late.acquire(mine)
+    assert late.release(mine)
+
+
+def test_the_queue_stays_ordered_when_sequence_numbers_wrap():
+    """ZooKeeper's sequence numbers are signed 32-bit integers and wrap around."""
+    numbers = [2**31 - 2, 2**31 - 1, -(2**31), -(2**31) + 1]
+    names = [f"{'a' * 32}.alone..{number:010d}" for number in numbers]
+    line = tickets.NodeQueue([*reversed(names), "lock-0000000001", "a.b.c.d"])
+    assert [ticket.number for ticket in line.tickets] == numbers
+    assert line.granted == line.tickets[:1]
