@@ -6,10 +6,9 @@ import asyncio
 import math
 import shutil
 import signal
-import socket
 import threading
 import time
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 
 import pytest
 from kazoo.exceptions import ConnectionLoss
@@ -21,13 +20,11 @@ from tests.internals import (
     clock,
     disconnect,
     tickets,
-    waiters,
     zookeeper,
     zookeeper_maintenance,
     zookeeper_waiting,
 )
 from tests.promises.backends.others import at, claim, client_of
-from tests.proxy import Proxy
 from tests.servers import BRISK, ZooKeeper
 from tests.timing import in_time
 
@@ -54,21 +51,6 @@ def server(zookeeper_server):
 def backend(server, zookeeper_at):
     zookeeper_at(server.port)
     return backends["zookeeper"]
-
-
-@pytest.fixture
-def proxied(server, zookeeper_at):
-    """Return a function that puts a proxy in front of the server.
-
-    It returns the proxy and the backend.
-    """
-    with closing(Proxy(server.port)) as proxy:
-
-        def configure(**options):
-            zookeeper_at(proxy.port, **options)
-            return proxy, backends["zookeeper"]
-
-        yield configure
 
 
 def end_session(backend, server):
@@ -166,22 +148,6 @@ def test_tokens_grow_for_an_idle_process_of_a_rebuilt_ensemble(
 # Servers that do not reply.
 
 
-def test_a_connection_without_a_reply_is_closed_early(server, proxied):
-    """A connection without a reply is closed before waiters raise an error.
-
-    The length of the session does not matter.
-    """
-    proxy, backend = proxied(session_timeout=50.0, connect_timeout=40.0)
-    with socket.create_server(("127.0.0.1", 0)) as silent, lock() as hold:
-        proxy._target = silent.getsockname()[1]
-        proxy.disconnect()
-        with silent.accept()[0]:
-            proxy._target = server.port
-            began = time.monotonic()
-            assert backend.holder("key").token == hold.token
-            in_time(time.monotonic() - began, waiters.CONNECT_TIMEOUT / 2)
-
-
 def test_a_cancelled_claim_on_silent_servers_leaves_no_node(
     server, zookeeper_at, person, root, nodes, until
 ):
@@ -203,29 +169,6 @@ def test_a_cancelled_claim_on_silent_servers_leaves_no_node(
     # The server processes the requests, although no caller waits for them any more.
     until(lambda: not backend._orphans)
     assert nodes() == ["other"]
-
-
-def test_a_silent_claim_is_skipped_beside_an_orphaned_node(proxied, until):
-    """An orphaned node is searched for twice the length of the session.
-
-    It might appear for that long. Meanwhile a silent claim is still skipped.
-    """
-    proxy, backend = proxied(session_timeout=40.0, connect_timeout=20.0)
-    holder, silent, waits = claim(), claim(), claim()
-    assert backend.acquire(holder)
-    backend.ensemble.timeout = 0.5
-    proxy.cut.set()
-    with pytest.raises(LockBackendError):
-        lock("another").acquire()
-    proxy.cut.clear()
-    backend.ensemble.timeout = 20.0
-    for one in (silent, waits):
-        assert backend.enqueue(one).position
-    until(lambda: backend.poll([waits]) and backend.waiting("key") == 1, seconds=20)
-    assert backend._orphans
-    assert backend.release(holder)
-    until(lambda: backend.poll([waits])[waits.owner].grant)
-    assert backend.release(waits)
 
 
 def test_a_busy_key_is_no_error_when_the_server_then_leaves(
