@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import signal
 import threading
 
 import pytest
 from django.db import connection
 
-from dlocks import LockBackendError
+from dlocks import LockBackendError, LockLost
 from tests import jobs
+from tests.for_each import for_each
 from tests.internals import Claim, SessionBackend, backends, disconnect
 from tests.promises.session.server import POSTGRESQL, SERVERS, lock
 
@@ -377,3 +379,31 @@ def test_a_timeout_does_not_cancel_an_unrelated_statement(
     backend.release(waiting)
     client.hear()
     holder.release()
+
+
+@for_each("statement", ["try", "free"])
+def test_an_interrupted_request_leaves_no_lock(
+    statement, monkeypatch, backend, until, is_free
+):
+    """It is unknown what the server has done, so the session ends with all holds."""
+    lost = threading.Event()
+    another = lock("another", on_lost=lambda hold: lost.set()).acquire()
+    kind = type(backend._session_for())
+    first_row = kind.first_row
+
+    def interrupted(self, sql, values=None):
+        row = first_row(self, sql, values)
+        if sql == self.statements[statement]:
+            monkeypatch.undo()
+            signal.raise_signal(signal.SIGINT)
+        return row
+
+    monkeypatch.setattr(kind, "first_row", interrupted)
+    with pytest.raises(KeyboardInterrupt), lock():
+        pass
+    assert lost.wait(10)
+    with pytest.raises(LockLost):
+        another.release()
+    until(is_free)
+    with lock(timeout=5), lock("another", timeout=5):
+        pass
