@@ -90,7 +90,7 @@ docs: $(VENV)/.docs
 	@echo 'The documentation is in site/index.html'
 
 images: servers $(VENV)/.test
-	@DLOCKS_TEST_IMAGES=docs/images $(BIN)/python -m tests.run sqlite -- tests/admin/test_control_room_browser.py \
+	@DLOCKS_TEST_IMAGES=docs/images $(BIN)/python -m tests.run sqlite -- tests/promises/admin/test_control_room_browser.py \
 	    tests/project/test_shop_browser.py -k 'screenshots or numbers_move'
 
 package: $(VENV)/.lint

@@ -55,7 +55,7 @@ PYTHON = (
     "tests/promises/database/test_transactions.py",
 )
 # Tests that depend on both the version of Django and the engine.
-QUERIES = ("tests/admin", "tests/management")
+QUERIES = ("tests/promises/admin", "tests/promises/commands")
 # Shards per Python version. Two or three versions run in parallel.
 SHARDS = 2 if "--others" in sys.argv[1:] else 3
 

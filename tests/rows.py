@@ -1,4 +1,4 @@
-"""Lock rows without a holder, written directly for tests."""
+"""Rows of locks, claims and records, written directly for tests."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from datetime import UTC, datetime, timedelta
 
 from django.db import models
 
-from dlocks.models import LockClaim, ResourceLock
+from dlocks.models import HoldRecord, LockClaim, ResourceLock
 from dlocks.values import UNLIMITED
+from tests.internals import After
 
 OWNER = "0123456789abcdef0123456789abcdef"
 PAST = datetime(2020, 1, 2, 3, 4, 5, tzinfo=UTC)
@@ -92,3 +93,29 @@ def shares(key: str, token: int, **fields: object) -> LockClaim:
 
 def stale_share(key: str, token: int, **fields: object) -> LockClaim:
     return claim(key, PAST, version=token, **fields)
+
+
+def record(
+    key: str, token: int, *, ago: float = 60.0, held: float = 1.0, **fields: object
+) -> HoldRecord:
+    """Return the record of a hold that ended ``ago`` seconds ago."""
+    values = {
+        "holder": "web-1:4711:MainThread",
+        "owner_ip": "192.0.2.7",
+        "scope": "L",
+        "shared": False,
+        "waited": 0.0,
+        "ending": "R",
+        "begin_time": After(-ago - held),
+        "end_time": After(-ago),
+        **fields,
+    }
+    return HoldRecord(key_resource=key, token=token, **values)
+
+
+def ended(key: str, *, token: int | None = None, **fields: object) -> HoldRecord:
+    """Write the record of a hold that has ended."""
+    token = HoldRecord.objects.count() + 1 if token is None else token
+    written = record(key, token, **fields)
+    written.save()
+    return written

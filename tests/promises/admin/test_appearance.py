@@ -14,14 +14,14 @@ import axe_playwright_python
 import pytest
 from django.template.loader import render_to_string
 
+from dlocks.backends.memory import MemoryBackend
+from dlocks.models import HoldRecord, LockClaim, ResourceLock
+from dlocks.values import Claim
 from example_project.shop.models import Product
 from tests import rows
-from tests.admin.test_admin import LIST, detail, person
-from tests.admin.test_control_room import LIVE
-from tests.admin.test_control_room_browser import busy_hour
-from tests.admin.test_records import RECORDS
-from tests.internals import Claim, HoldRecord, LockClaim, ResourceLock, backends
 from tests.models import Article, Comment
+from tests.promises.admin.pages import LIST, LIVE, RECORDS, detail, person
+from tests.promises.admin.test_control_room_browser import busy_hour
 
 pytestmark = [pytest.mark.engine("sqlite"), pytest.mark.pages]
 
@@ -161,25 +161,30 @@ def busy_view(page, settings):
     page.set_content(render_to_string("dlocks/busy.html", {"text": text}))
 
 
+class Busy(MemoryBackend):
+    """A backend that has holds, waiters and a stale lock from the beginning."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        keys = ["shop:stock:7", "shop:report:monthly:" + "x" * 60, "shop:free"]
+        for number, key in enumerate(keys):
+            holder = f"web-{number}.example.com:1412:Thread-{number}"
+            who = {"holder": holder, "owner_ip": "2001:db8::7"}
+            claim = Claim(key=key, ttl=30.0, **who)
+            self.acquire(claim)
+            self.enqueue(replace(claim, owner=f"other {key}"))
+        self.expire(claim, 60.0)
+        for _ in range(2):
+            self.acquire(Claim(key="shop:catalogue", ttl=30.0, shared=True))
+
+
 def room_listed(page, settings):
-    memory = "dlocks.backends.memory.MemoryBackend"
     dummy = "dlocks.backends.dummy.DummyBackend"
     settings.DLOCKS = {
         **settings.DLOCKS,
-        "redis": {"BACKEND": memory, "OPTIONS": {"prefix": "shop:"}},
+        "redis": {"BACKEND": f"{__name__}.Busy", "OPTIONS": {"prefix": "shop:"}},
         "off": {"BACKEND": dummy},
     }
-    backend = backends["redis"]
-    for number, key in enumerate(["stock:7", "report:monthly:" + "x" * 60, "free"]):
-        holder = f"web-{number}.example.com:1412:Thread-{number}"
-        claim = Claim(
-            key=f"shop:{key}", ttl=30.0, holder=holder, owner_ip="2001:db8::7"
-        )
-        backend.acquire(claim)
-        backend.enqueue(replace(claim, owner=f"other {key}"))
-    backend.expire(claim, 60.0)
-    for _ in range(2):
-        backend.acquire(Claim(key="shop:catalogue", ttl=30.0, shared=True))
     page.goto(f"{LIVE}?alias=redis")
     page.get_by_text("Aliases that are not listed").click()
 

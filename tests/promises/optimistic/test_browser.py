@@ -11,8 +11,8 @@ from django.contrib.admin.widgets import AdminSplitDateTime, FilteredSelectMulti
 from django.utils.timezone import get_current_timezone
 
 from dlocks.optimistic.forms import VersionedModelForm
-from tests.admin.test_admin import person
 from tests.models import Article, Comment, Counter
+from tests.promises.admin.pages import person
 
 pytestmark = [pytest.mark.engine("sqlite"), pytest.mark.pages]
 

@@ -8,13 +8,11 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 
 import pytest
-from django.test import Client
 
+from dlocks.models import HoldRecord, LockClaim, ResourceLock
 from tests import jobs, rows
-from tests.admin.test_admin import LIST, person
-from tests.admin.test_control_room import HOSTILE, LIVE, ended, record
 from tests.browser import picture
-from tests.internals import HoldRecord, LockClaim, ResourceLock, control_room
+from tests.promises.admin.pages import HOSTILE, LIST, LIVE, person
 
 # The page behaves the same on every engine. test_control_room.py tests its content on
 # each.
@@ -22,12 +20,12 @@ pytestmark = [pytest.mark.engine("sqlite"), pytest.mark.pages]
 
 # Milliseconds until the page refreshes the locks. More would count as the time that the
 # server takes, and the next refresh would be later.
-AGAIN = control_room.EVERY["now"] * 1000
+AGAIN = 2000
 PHONE, DESK = {"width": 360, "height": 740}, {"width": 1120, "height": 700}
 
 
 @pytest.fixture
-def boss(transactional_db) -> Client:
+def boss(transactional_db):
     return person("boss", is_superuser=True)
 
 
@@ -73,7 +71,7 @@ def busy_hour(every=1):
     records, jobs_1 = [], "jobs-1:2210:MainThread"
 
     def add(key, **fields):
-        records.append(record(key, **{"token": len(records) + 1, **fields}))
+        records.append(rows.record(key, **{"token": len(records) + 1, **fields}))
 
     for minute in range(0, 60, every):
         for number in range(2 + (minute * 7) % 5 + (9 if 20 < minute < 31 else 0)):
@@ -167,7 +165,7 @@ def test_locks_appear_and_disappear_without_a_reload(browser, boss, workers, in_
     page.evaluate("() => { window.fetch = window.real; }")
     rows.held(HOSTILE, holder=HOSTILE)
     rows.waits(HOSTILE, holder=HOSTILE)
-    ended(HOSTILE, holder=HOSTILE)
+    rows.ended(HOSTILE, holder=HOSTILE)
     ran = []
     page.on("dialog", lambda dialog: ran.append(dialog.message) or dialog.dismiss())
     page.get_by_role("link", name="Refresh").click()

@@ -73,16 +73,9 @@ def test_a_write_with_the_tag_of_an_older_version_is_412(client, article):
     refused = put(client, article, **{"If-Match": tag})
     assert refused.status_code == 412
     assert refused.headers["ETag"] == first.headers["ETag"], "to read again and compare"
-    assert (
-        put(client, article, **{"If-Match": first.headers["ETag"]}).status_code == 200
-    )
-    assert (
-        put(
-            client, article, **{"If-Match": f'"x", {etag(Article.objects.get())}'}
-        ).status_code
-        == 200
-    )
-    assert put(client, article, **{"If-Match": "*"}).status_code == 200
+    for make in (lambda tag: tag, lambda tag: f'"x", {tag}', lambda tag: "*"):
+        tag = make(etag(Article.objects.get()))
+        assert put(client, article, **{"If-Match": tag}).status_code == 200
     assert Article.objects.get().version == 5
 
 
@@ -105,11 +98,8 @@ def test_an_unchanged_row_gets_304(client, article):
     url = f"/articles/{article.pk}/"
     tag = client.get(url).headers["ETag"]
     unchanged = client.get(url, headers={"If-None-Match": tag})
-    assert (unchanged.status_code, unchanged.headers["ETag"], unchanged.content) == (
-        304,
-        tag,
-        b"",
-    )
+    assert (unchanged.status_code, unchanged.content) == (304, b"")
+    assert unchanged.headers["ETag"] == tag
     article.save()
     assert client.get(url, headers={"If-None-Match": tag}).status_code == 200
 

@@ -1,0 +1,103 @@
+"""The pages of the admin as a browser sees them, and the forms that it sends."""
+
+from __future__ import annotations
+
+import html
+import re
+
+from django.contrib.admin.models import LogEntry
+from django.contrib.admin.utils import quote
+from django.contrib.auth.models import Permission, User
+from django.test import Client
+from django.urls import reverse
+
+from tests import rows
+
+LIST = "/admin/dlocks/resourcelock/"
+LIVE = f"{LIST}live/"
+RECORDS = "/admin/dlocks/holdrecord/"
+CLEAR, FORCE, PURGE = "clear_stale_locks", "force_release", "delete_unused_rows"
+HOSTILE = "<img src=x onerror=alert(1)>\"'><script>alert(2)</script>"
+ODD_KEYS = [
+    "<script>alert(1)</script>", "'; DROP TABLE dlocks_resourcelock; --",
+    "tenant/42/import", "a\nb", "a\r\nb", "a\rb",
+    "emoji 🔒", "100%41", "a b ", "../..", "_0A", "add", '"quoted" & more',
+    "\u202egnp.exe", "x" * 255,
+]  # fmt: skip
+
+
+def detail(key: str, page: str = "change") -> str:
+    return reverse(f"admin:dlocks_resourcelock_{page}", args=[quote(key)])
+
+
+def person(name: str, *permissions: str, **fields) -> Client:
+    user = User.objects.create_user(name, password="x", is_staff=True, **fields)
+    found = Permission.objects.filter(content_type__app_label="dlocks")
+    user.user_permissions.set(found.filter(codename__in=permissions))
+    client = Client()
+    client.force_login(user)
+    return client
+
+
+def page(response) -> str:
+    assert response.status_code == 200
+    text = response.content.decode()
+    assert rows.OWNER[:8] not in text, "the owner is on the page"
+    return text
+
+
+def text_of(markup: str) -> str:
+    """Return the text of a page without its markup."""
+    return " ".join(html.unescape(re.sub(r"<[^>]*>", " ", markup)).split())
+
+
+def to_form(key: str) -> str:
+    """Return a key as the checkboxes of the list have it, without line breaks."""
+    return key.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def act(client, action, *keys, query="", **data):
+    """Run an admin action on the keys as a browser would; return the page."""
+    if "version" in data:
+        data.setdefault("reason", "tests")
+    form = {"action": action, "_selected_action": list(map(to_form, keys)), **data}
+    return page(client.post(LIST + query, form, follow=True))
+
+
+def fields(text: str) -> dict[str, list[str]]:
+    """Return the form of a confirmation page as a browser would send it."""
+    sent: dict[str, list[str]] = {}
+    hidden = r'<input type="hidden" name="([^"]+)" value="([^"]*)"'
+    for name, value in re.findall(hidden, text):
+        # A browser sends each line break as CR LF.
+        value = re.sub("\r\n|\r|\n", "\r\n", html.unescape(value))
+        sent.setdefault(name, []).append(value)
+    if 'name="reason"' in text:
+        sent["reason"] = ["tests"]
+    return sent
+
+
+def forms(text: str, part: str) -> list[dict[str, list[str]]]:
+    """Return the forms of a page with a part in them."""
+    found = re.findall(r"<form.*?</form>", text, re.DOTALL)
+    return [fields(form) for form in found if part in form]
+
+
+def told(text: str) -> str:
+    """Return the messages of a page."""
+    message = r'<li class="(?:success|warning|error)">(.*?)</li>'
+    return html.unescape(" ".join(re.findall(message, text, re.DOTALL)))
+
+
+def confirm(client: Client, form: dict) -> str:
+    """Send the form of a confirmation page, and return the messages that follow."""
+    return told(page(client.post(LIST, form, follow=True)))
+
+
+def actions(text: str) -> set[str]:
+    return set(re.findall(r'<option value="(\w+)">', text))
+
+
+def log() -> list[tuple[str, str, str]]:
+    entries = LogEntry.objects.order_by("pk")
+    return [(one.user.username, one.object_id, one.change_message) for one in entries]

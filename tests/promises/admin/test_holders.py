@@ -1,0 +1,198 @@
+"""``DLOCKS_SHOW_HOLDER``: host, process, thread and IP can be hidden."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import socket
+from contextlib import suppress
+
+import pytest
+from django.contrib.auth.models import User
+from django.core.checks import run_checks
+
+from dlocks import LockError, LockLost, LockStale, LockTimeout, db_lock
+from dlocks.testing import lose
+from tests import rows
+from tests.for_each import for_each
+from tests.promises.admin.pages import (
+    CLEAR,
+    FORCE,
+    LIST,
+    LIVE,
+    PURGE,
+    act,
+    detail,
+    fields,
+    log,
+    page,
+)
+from tests.promises.commands.running import run
+
+pytestmark = [pytest.mark.front, pytest.mark.django_db]
+
+# Values that are unlike anything else on a page.
+HOST, ADDRESS = "qx7host", "203.0.113.77"
+HOLDER = f"{HOST}:48151:Qx7Thread"
+WHO = {"holder": HOLDER, "owner_ip": ADDRESS}
+
+hidden = pytest.mark.usefixtures("hides")
+
+
+@pytest.fixture
+def hides(settings, with_history):
+    settings.DLOCKS_SHOW_HOLDER = False
+
+
+def topology(text) -> list[str]:
+    return [part for part in (HOST, "48151", "Qx7Thread", ADDRESS) if part in text]
+
+
+def every_page(client) -> dict[str, str]:
+    """Return all admin pages about locks, and the result of each action."""
+    for key in ("held", "held too", "waited for"):
+        rows.held(key, **WHO)
+    rows.stale("stale", **WHO)
+    for key in ("free", "shared", "shared too"):
+        rows.free(key, **WHO)
+    rows.shares("shared", 1001, **WHO)
+    rows.shares("shared too", 1002, **WHO)
+    rows.stale_share("shared", 1003, **WHO)
+    rows.waits("waited for", **WHO)
+    dead = rows.dead("waited for", **WHO)
+    rows.ended("held", **WHO)
+    places = (LIST, LIVE, f"{LIVE}?part=now", f"{LIVE}?part=past")
+    pages = {address: page(client.get(address)) for address in places}
+    for key in ("held", "stale", "free", "shared", "waited for"):
+        pages[key] = page(client.get(detail(key)))
+        pages[f"room of {key}"] = page(client.get(LIVE, {"key": key}))
+    pages["purge"] = act(client, PURGE, "free")
+    pages["clear"] = act(client, CLEAR, "stale", "held too", "shared")
+    asked = pages["confirm"] = act(client, FORCE, "held", "held too", "shared too")
+    pages["without a reason"] = page(client.post(LIST, {**fields(asked), "reason": ""}))
+    pages["released"] = page(client.post(LIST, fields(asked), follow=True))
+    pages["taken out"] = act(client, FORCE, "waited for", version=f"claim:{dead.pk}")
+    for key in ("held", "stale", "waited for", "shared"):
+        pages[f"history of {key}"] = page(client.get(detail(key, "history")))
+    pages["index"] = page(client.get("/admin/"))
+    return pages
+
+
+@hidden
+def test_hidden_holders_are_on_no_page_and_in_no_log(boss, settings):
+    """Host, process, thread and IP are on no page and in no message.
+
+    The admin's log does not contain them either. An invalid setting hides them.
+    """
+    settings.DLOCKS_SHOW_HOLDER = "hash"
+    pages = every_page(boss)
+    settings.DLOCKS_SHOW_HOLDER = "True"
+    pages["invalid"] = page(boss.get(LIST))
+    assert {
+        name: topology(text) for name, text in pages.items() if topology(text)
+    } == {}
+    assert topology(str(log())) == []
+    assert len(log()) == 6
+    assert "holder " in pages["confirm"]
+    assert "a hidden holder" in pages["invalid"]
+
+
+@pytest.mark.usefixtures("with_history")
+def test_holders_are_shown_by_default(boss):
+    """This proves that the previous test checks the right places."""
+    pages = every_page(boss)
+    without = {name for name, text in pages.items() if not topology(text)}
+    known = {"shared", "room of stale", "room of free", "room of shared", "index"}
+    known |= {"purge", "clear", "released", "taken out", "history of shared"}
+    assert without <= known
+    assert len(topology(str(log()))) == 4
+
+
+@hidden
+def test_hidden_holders_cannot_be_searched_or_sorted(boss):
+    """Neither a search nor the order of the rows reveals a hidden holder."""
+    rows.held("a", holder="z" + HOLDER, owner_ip=ADDRESS)
+    rows.held("b", holder="a" + HOLDER, owner_ip=ADDRESS)
+    for words in (HOST, ADDRESS, "Qx7"):
+        assert "0 results" in page(boss.get(LIST, {"q": words}))
+    for order in ("3", "-3"):
+        text = page(boss.get(LIST, {"o": order}))
+        assert text.index(">a</bdi>") < text.index(">b</bdi>")
+
+
+def test_a_holder_has_one_hash_per_secret(boss, settings):
+    """The same holder has the same hash. Another secret gives another hash."""
+    settings.DLOCKS_SHOW_HOLDER = "hash"
+
+    def shown():
+        found = re.findall(r"holder [0-9a-f]+", page(boss.get(LIST)))
+        assert len(found) == 3
+        return found
+
+    rows.held("a", **WHO)
+    rows.held("b", **WHO)
+    rows.held("c", **{**WHO, "holder": HOLDER + "2"})
+    before = shown()
+    assert len(set(before)) == 2
+    settings.SECRET_KEY = "another"
+    boss.force_login(User.objects.get())
+    assert not set(before) & set(shown())
+
+
+@pytest.mark.parametrize("shown", [True, False, "hash", None, "True", 1, [], "name"])
+def test_the_checks_report_an_invalid_show_holder_setting(settings, shown):
+    """They find no problem in the admin."""
+    settings.DLOCKS_SHOW_HOLDER = shown
+    found = run_checks()
+    assert not [one for one in found if one.id.startswith("admin.")]
+    messages = [one.msg for one in found if one.id == "dlocks.E008"]
+    assert len(messages) == (
+        shown is not True and shown is not False and shown != "hash"
+    )
+    assert all(repr(shown) in message for message in messages)
+
+
+@hidden
+def test_commands_and_the_audit_show_hidden_holders(
+    audited, django_capture_on_commit_callbacks
+):
+    """Commands and the audit log are for operators of the site."""
+    rows.held("a", **WHO)
+    assert len(topology(run("list_locks"))) == 3
+    assert len(topology(run("list_locks", "--json"))) == 4
+    with django_capture_on_commit_callbacks(execute=True):
+        said = run("clear_lock", "a", "--yes", "--reason", "why")
+    assert len(topology(said)) == 4
+    assert len(topology(audited()[0].getMessage())) == 4
+
+
+@pytest.mark.django_db(transaction=True)
+@for_each("shown", [True, False, "hash"])
+def test_error_messages_hide_holders(settings, in_other_thread, shown):
+    """The text of an error has no more than the setting allows.
+
+    Its attributes have all values.
+    """
+    settings.DLOCKS_SHOW_HOLDER = shown
+    with db_lock("a") as mine:
+        with pytest.raises(LockTimeout) as busy:
+            in_other_thread(db_lock("a", timeout=0).acquire)
+        with pytest.raises(LockLost) as lost:
+            lose("a")
+            mine.check()
+        me = busy.value.holder.holder
+        rows.stale("left", holder=me)
+        with pytest.raises(LockStale) as stale:
+            db_lock("left", timeout=0, takeover=False).acquire()
+        with suppress(LockError):
+            mine.release()
+    assert stale.value.holder.holder == me
+    assert me.startswith(socket.gethostname())
+    assert busy.value.holder.owner_ip
+    for error in (busy.value, lost.value, stale.value, busy.value.holder):
+        assert (me in str(error)) is (shown is True)
+        assert (socket.gethostname() in str(error)) is (shown is True)
+        if isinstance(error, Exception):
+            assert (me in repr(error)) is (shown is True)
+            assert str(pickle.loads(pickle.dumps(error))) == str(error)
+    assert str(busy.value.holder.owner_ip) not in str(busy.value) or shown is True

@@ -1,0 +1,66 @@
+"""Run a command as an operator does, and answer its question."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+
+import pytest
+from django.core.management import CommandError, call_command
+
+
+def run(*args, **options) -> str:
+    out = io.StringIO()
+    call_command(*args, stdout=out, no_color=True, **options)
+    return out.getvalue()
+
+
+def lines(*args) -> list[str]:
+    """Return the first word of each line below the header."""
+    return [line.split()[0] for line in run(*args).splitlines()[1:]]
+
+
+def listed(*args):
+    """Return what ``list_locks --json`` says, by key."""
+    return {
+        lock["key"]: lock for lock in json.loads(run("list_locks", "--json", *args))
+    }
+
+
+def refused(*args) -> str:
+    """Return the error of a command, which is one line."""
+    with pytest.raises(CommandError) as caught:
+        run(*args)
+    assert "\n" not in str(caught.value).strip()
+    return str(caught.value)
+
+
+@pytest.fixture(autouse=True)
+def nobody_there(monkeypatch):
+    """Run commands without a terminal, as cron does."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+
+
+@pytest.fixture
+def answer(monkeypatch):
+    """Return a function that simulates a terminal with a given answer.
+
+    That function returns the list of the questions.
+    """
+
+    def sit(reply, before=lambda: None):
+        asked = []
+
+        def ask(question):
+            asked.append(question)
+            before()
+            if isinstance(reply, BaseException):
+                raise reply
+            return reply
+
+        monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+        monkeypatch.setattr("builtins.input", ask)
+        return asked
+
+    return sit

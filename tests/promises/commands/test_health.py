@@ -1,0 +1,105 @@
+"""The command dlocks_health, and what every command says before ``migrate``."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import time
+
+import pytest
+from django.core.management import CommandError, call_command
+from django.db import connection
+
+from dlocks import db_lock
+from dlocks.models import ResourceLock
+from tests import rows
+from tests.promises.commands.running import run
+
+pytestmark = [pytest.mark.front, pytest.mark.django_db(transaction=True)]
+
+HEALTH = ("dlocks_health", "--using", "default")
+
+
+@pytest.mark.storage
+def test_a_working_alias_is_healthy(in_other_thread, monkeypatch):
+    """A probe gets exit status 0, and figures as JSON.
+
+    A limit that is exceeded and a clock that differs are problems. The lock of another
+    check is none.
+    """
+    rows.held("stock:7")
+    rows.stale("report")
+    rows.waits("stock:7")
+    report = json.loads(run(*HEALTH, "--json"))["default"]
+    assert report["healthy"]
+    assert report["problems"] == []
+    assert report["round_trip_ms"] > 0
+    assert abs(report["clock_skew_s"]) < 5
+    counts = {"held": 1, "shared": 0, "stale": 1, "waiting": 1}
+    assert report.items() >= counts.items()
+    state, figures, counted = run(*HEALTH).splitlines()
+    assert state == "default: healthy"
+    assert re.match(r"  acquired and released in [\d.]+ ms, clocks ", figures)
+    assert counted == "  1 held, 0 shared, 1 stale, 1 waiting"
+    assert not db_lock("dlocks_health").locked()
+    held = in_other_thread(db_lock("dlocks_health").acquire)
+    for option, problem in (
+        ("--max-stale", "1 stale locks, more than 0"),
+        ("--max-waiting", "1 waiters, more than 0"),
+    ):
+        out = io.StringIO()
+        call_command(*HEALTH, option, "1", stdout=out)
+        with pytest.raises(CommandError, match=r"^Not healthy: default\.$"):
+            call_command(*HEALTH, option, "0", stdout=out)
+        assert problem in out.getvalue()
+    in_other_thread(held.release)
+    monkeypatch.setattr(time, "time", float)
+    with pytest.raises(CommandError, match="Not healthy"):
+        run(*HEALTH, "--max-clock-skew", "60")
+
+
+def test_each_alias_is_reported(settings):
+    """One alias that fails does not hide the others."""
+    settings.DLOCKS = {
+        "default": {},
+        "typo": {"OPTIONS": {"tll": 5}},
+        "memory": {"BACKEND": "dlocks.backends.memory.MemoryBackend"},
+    }
+    out = io.StringIO()
+    with pytest.raises(CommandError, match=r"^Not healthy: typo\.$"):
+        call_command("dlocks_health", "--json", stdout=out)
+    reports = json.loads(out.getvalue())
+    assert "'tll'" in reports["typo"]["problems"][0]
+    assert list(reports["memory"]) == ["healthy", "round_trip_ms", "problems"]
+    with pytest.raises(CommandError, match="Not healthy: nonsense"):
+        run("dlocks_health", "--using", "nonsense")
+
+
+@pytest.mark.storage
+def test_a_missing_table_is_an_error(caplog):
+    """Before ``migrate`` every command says once, in one line, what to run."""
+    renamed = "dlocks_elsewhere"
+    table = ResourceLock._meta.db_table
+    fix = "Run 'manage.py migrate dlocks --database default'."
+    with connection.schema_editor() as editor:
+        editor.alter_db_table(ResourceLock, table, renamed)
+    try:
+        for command in (("list_locks",), ("clear_lock", "a"), ("reap_locks",)):
+            with pytest.raises(CommandError, match=table) as caught:
+                run(*command)
+            message = str(caught.value)
+            assert message.startswith("Database 'default' is not migrated (")
+            assert message.endswith(f"). {fix}"), command
+            assert "\n" not in message, command
+        caplog.clear()
+        with pytest.raises(CommandError, match=fix):
+            call_command("run_locked", "backup", command=["true"])
+        assert caplog.messages == []
+        out = io.StringIO()
+        with pytest.raises(CommandError, match="Not healthy: default"):
+            call_command(*HEALTH, stdout=out)
+        assert "manage.py migrate dlocks --database default" in out.getvalue()
+    finally:
+        with connection.schema_editor() as editor:
+            editor.alter_db_table(ResourceLock, renamed, table)

@@ -1,0 +1,375 @@
+"""The command list_locks."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from django.db import transaction
+
+from dlocks import db_lock, db_rwlock
+from dlocks.models import ResourceLock
+from dlocks.testing import abandoned
+from tests import rows
+from tests.promises.commands.running import lines, listed, refused, run
+from tests.promises.interposed import REPORTING, Reporting
+
+pytestmark = [pytest.mark.front, pytest.mark.django_db]
+
+
+@pytest.mark.storage
+def test_held_and_stale_locks_are_listed_with_their_holders(settings):
+    """The list shows who holds which lock, for how long, and the time left.
+
+    ``--held``, ``--stale`` and ``--all`` filter it. No output has the secret owner.
+    Times are ages in the table and UTC in JSON, whatever ``USE_TZ`` is. The time left
+    is negative for a stale lock. A free lock has its last holder.
+    """
+    rows.free("f")
+    assert run("list_locks") == "No locks.\n"
+    assert json.loads(run("list_locks", "--json")) == []
+    rows.held("h", begin_time=rows.PAST)
+    rows.stale("s", hold_count=2)
+    header, held, stale = run("list_locks").splitlines()
+    assert header.split() == ["KEY", "STATE", "WAITING", "HOLDER", "AGE", "LEFT"]
+    assert held.split()[:4] == ["h", "held", "0", "web-1:4711:MainThread"]
+    assert re.search(r" \d+d +\d+d$", held)
+    assert stale.split()[:2] == ["s", "stale"]
+    assert re.search(r" \d+d +-\d+d$", stale)
+    free = run("list_locks", "--all").splitlines()[1]
+    assert free.split() == ["f", "free", "0", "web-1:4711:MainThread", "-", "-"]
+    assert header.index("STATE") == stale.index("stale") == held.index("held")
+    assert lines("list_locks", "--held") == ["h"]
+    assert lines("list_locks", "--stale") == ["s"]
+    assert "not allowed with" in refused("list_locks", "--held", "--stale")
+    for use_tz in (True, False):
+        settings.USE_TZ = use_tz
+        age = (datetime.now(UTC) - rows.PAST) // timedelta(days=1)
+        shown = re.search(r" (\d+)d +\d+d$", run("list_locks", "--held").rstrip())
+        assert int(shown[1]) in {age, age + 1}
+        found = listed("--all")
+        assert list(found) == ["f", "h", "s"]
+        assert datetime.fromisoformat(found["h"]["begin_time"]) == rows.PAST
+    assert rows.OWNER[:8] not in held + stale + str(found)
+
+
+@pytest.mark.storage
+def test_keys_and_patterns_filter_the_list():
+    """``--sort`` puts the longest hold, or the longest queue, first."""
+    for days, key in enumerate(("stock:8", "stock:7", "report", "stock")):
+        rows.held(key, begin_time=rows.PAST + timedelta(days=days))
+    for key in ("stock", "report", "stock"):
+        rows.waits(key)
+    by_age = ["stock:8", "stock:7", "report", "stock"]
+    for arguments, keys in (
+        (["stock:*"], ["stock:7", "stock:8"]),
+        (["report", "stock:7"], ["report", "stock:7"]),
+        (["*8"], ["stock:8"]),
+        (["--sort", "age"], by_age),
+        (["--sort", "age", "stock:*"], by_age[:2]),
+    ):
+        assert lines("list_locks", *arguments) == keys
+        assert list(listed(*arguments)) == keys
+    assert lines("list_locks", "--sort", "waiting")[:2] == ["stock", "report"]
+    for options in ((), ("--sort", "age")):
+        assert run("list_locks", "nothing*", *options) == "No locks.\n"
+
+
+def test_json_has_stable_names():
+    """Monitoring can read every field by its name."""
+    rows.held("a\nb")
+    unknown = {"begin_time": None, "owner_ip": None}
+    rows.write("never", rows.S, rows.PAST, holder="", **unknown)
+    lock, never = listed("--all").values()
+    assert lock.pop("seconds_held") > 0
+    assert lock.pop("seconds_left") > 0
+    assert lock == {
+        "key": "a\nb", "state": "held", "status": "P", "hold_count": 1,
+        "holder": "web-1:4711:MainThread", "owner_ip": "192.0.2.7", "sharing": 0,
+        "begin_time": "2020-01-02T02:04:05+00:00", "token": 1000, "waiting": 0,
+        "end_time": "2190-01-02T03:04:05+00:00",
+    }  # fmt: skip
+    unknown |= {"state": "free", "seconds_held": None, "seconds_left": None}
+    assert never.items() >= unknown.items()
+
+
+@pytest.mark.storage
+def test_an_alias_lists_its_own_keys_without_the_prefix():
+    """With a prefix, ``--using`` lists the keys of that prefix, without it.
+
+    ``clear_lock`` accepts the keys in this form.
+    """
+    own = ("shop:", "shop:a", "shop:b", "shop:c", "shop:ü")
+    for key in ("SHOP:x", "shop", *own, "shop;", "zoo"):
+        rows.held(key)
+    assert [f"shop:{key}" for key in listed("--using", "prefixed")] == [*own]
+
+
+@pytest.mark.engine("sqlite")
+@pytest.mark.django_db(transaction=True)
+def test_a_closed_pipe_ends_the_list_quietly():
+    """``list_locks | head`` ends without a traceback."""
+    rows.held("a")
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [sys.executable, "-m", "django", "list_locks"],
+        env={**os.environ, "DJANGO_SETTINGS_MODULE": "tests.settings"},
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        timeout=60,
+        check=False,
+    )
+    os.close(writing)
+    assert done.stderr == b""
+
+
+# Queues and shared holds.
+
+
+def test_the_list_shows_shared_holds_and_waiters():
+    """A shared key has the number of its shared holds, and no exclusive holder.
+
+    It is stale if none of its holders is alive. A claim without a heartbeat does not
+    count as a waiter. ``--waiting`` also shows the queue of a free key.
+    """
+    for key in ("catalogue", "left", "stuck", "unused"):
+        rows.free(key, holder="writer:1:t")
+    rows.shares("catalogue", 1001)
+    rows.shares("catalogue", 1002)
+    rows.stale_share("catalogue", 900)
+    rows.stale_share("left", 901)
+    rows.held("busy")
+    rows.waits("busy")
+    rows.waits("busy")
+    rows.dead("busy")
+    rows.waits("stuck")
+    header, *shown = run("list_locks").splitlines()
+    busy, catalogue, _ = sorted(shown)
+    assert catalogue.startswith("catalogue")
+    assert "shared (2)" in catalogue
+    assert "writer:1:t" not in catalogue
+    assert busy[: header.index("WAITING") + len("WAITING")].split()[-1] == "2"
+    found = listed()
+    assert sorted(found) == ["busy", "catalogue", "left"]
+    assert found["busy"]["waiting"] == 2
+    assert "queue" not in found["busy"]
+    assert sorted(listed("--waiting")) == ["busy", "catalogue", "left", "stuck"]
+    lock = listed("--held")["catalogue"]
+    shown = [lock[name] for name in ("state", "sharing", "holder", "seconds_left")]
+    assert shown == ["shared", 2, "", None]
+    (left,) = listed("--stale").values()
+    assert (left["key"], left["state"]) == ("left", "stale")
+
+
+@pytest.mark.driver
+def test_the_waiting_option_shows_queues_and_shared_holds():
+    """``--waiting`` shows the position, holder, start and mode of each claim.
+
+    A shared hold has its holder, start, remaining time and token. The names in the JSON
+    are stable. The secret owner is in no output.
+    """
+    rows.free("catalogue")
+    rows.shares("catalogue", 1001, permits=3)
+    rows.held("stock:7")
+    rows.waits("stock:7", holder="web-2:1:t", owner_ip=None)
+    rows.dead("stock:7", holder="web-3:1:t")
+    rows.waits("stock:7", holder="web-4:1:\x1b[31m", shared=True, permits=5)
+    rows.held("zoo")
+    output = run("list_locks", "--waiting")
+    ip, days = r"\(198\.51\.100\.8\)", r"for \d+ days"
+    starts = [
+        r"KEY ",
+        r"catalogue +shared \(1\)",
+        (
+            rf"    held by worker-1:815:MainThread {ip} {days},"
+            r" \d+ days left, shared by up to 3 \(token 1001\)$"
+        ),
+        r"stock:7",
+        rf"    1\. web-2:1:t, waiting {days}, exclusive$",
+        rf"    -\. web-3:1:t {ip}, waiting {days}, no heartbeat {days}, exclusive$",
+        rf"    2\. web-4:1:\\x1b\[31m {ip}, waiting {days}, shared by up to 5$",
+        r"zoo",
+    ]
+    for line, start in zip(output.splitlines(), starts, strict=True):
+        assert re.match(start, line), (start, line)
+    found = listed("--waiting")
+    assert rows.OWNER[:8] not in output + str(found)
+    (share,) = found["catalogue"]["shared_by"]
+    assert share.pop("seconds_held") > 0
+    assert share.pop("seconds_left") > 0
+    common = {
+        "holder": "worker-1:815:MainThread",
+        "owner_ip": "198.51.100.8",
+        "begin_time": "2020-01-02T03:04:05+00:00",
+    }
+    assert share == {
+        **common, "state": "held", "mode": "shared", "permits": 3,
+        "end_time": "2190-01-02T03:04:05+00:00", "hold_count": 1, "token": 1001,
+    }  # fmt: skip
+    first, dead, second = found["stock:7"]["queue"]
+    assert first.pop("seconds_waited") > 0
+    assert first == {
+        **common, "holder": "web-2:1:t", "owner_ip": None, "position": 1,
+        "state": "waiting", "mode": "exclusive", "permits": None, "holds": [],
+    }  # fmt: skip
+    assert (dead["position"], dead["state"]) == (None, "dead")
+    shown = [second[name] for name in ("position", "state", "mode", "permits")]
+    assert shown == [2, "waiting", "shared", 5]
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_shared_key_shows_a_live_holder():
+    """The holder of a shared key is a live one rather than a dead one."""
+    with db_rwlock("catalogue", timeout=0).read() as hold:
+        dead = rows.stale_share("catalogue", 900, holder="gone:1:t", id=-1)
+        holder = db_lock("catalogue").holder()
+        assert (holder.token, holder.stale) == (hold.token, False)
+    dead.delete()
+    assert db_lock("catalogue").holder() is None
+
+
+@pytest.mark.engine("postgresql", "mariadb", "mysql")
+@pytest.mark.django_db(transaction=True)
+def test_commands_do_not_wait_for_a_row_locked_by_a_transaction(in_other_thread):
+    """The commands never wait for a transaction that has the row locked.
+
+    ``clear_lock`` says so, ``list_locks`` still lists the row, and ``reap_locks`` skips
+    it.
+    """
+    rows.stale("a")
+    rows.stale("b")
+    rows.free("api")
+    rows.stale_share("api", 1001)
+    with transaction.atomic():
+        list(ResourceLock.objects.select_for_update().exclude(pk="b"))
+        for arguments in (["a"], ["api", "--all-shares"]):
+            message = in_other_thread(refused, "clear_lock", *arguments, "--yes")
+            assert "held by an open transaction" in message
+        assert in_other_thread(lines, "list_locks") == ["a", "api", "b"]
+        assert in_other_thread(run, "reap_locks") == "1 stale lock cleared.\n"
+    assert (rows.now("a").version, rows.now("b").state) == (1000, "free")
+    assert run("reap_locks") == "2 stale locks cleared.\n"
+
+
+# Other backends list the locks that they report, in the same form.
+
+
+@pytest.fixture
+def held(settings, in_other_thread, threads):
+    """Return a function that holds a lock in another thread."""
+    memory = {"BACKEND": "dlocks.backends.memory.MemoryBackend"}
+    memory["OPTIONS"] = {"prefix": "a:"}
+    settings.DLOCKS = {**settings.DLOCKS, "memory": memory}
+    holds = []
+
+    def hold(lock):
+        holds.append(in_other_thread(lock.acquire))
+        return holds[-1]
+
+    yield hold
+    for one in holds:
+        in_other_thread(one.release)
+
+
+MEMORY = ("--using", "memory")
+
+
+def test_locks_without_rows_are_listed_in_the_same_table(held, threads, until):
+    """The key, the waiters, the holder, its age and the time left are listed."""
+    lock = db_lock("stock:7", using="memory", timeout=60)
+    hold = held(lock)
+    held(db_lock("report", using="memory"))
+    threads(lambda: lock.acquire().release())
+    until(lambda: hold.queue_length() == 1)
+    header, report, stock = run("list_locks", *MEMORY).splitlines()
+    assert header.split()[0] == "KEY"
+    assert report.split()[:2] == ["report", "held"]
+    assert stock.split()[:2] == ["stock:7", "held"]
+    assert re.search(r" held +1 +\S+:\d+:.* \d+s +\d+s$", stock)
+    assert lines("list_locks", "stock:*", *MEMORY) == ["stock:7"]
+    by_queue = lines("list_locks", "--sort", "waiting", *MEMORY)
+    assert by_queue == ["stock:7", "report"]
+    (lock,) = listed("report", "--waiting", *MEMORY).values()
+    assert (lock["key"], lock["state"], lock["waiting"]) == ("report", "held", 0)
+    assert 0 <= lock["seconds_held"] < 30 < lock["seconds_left"] + 30
+    assert lock["queue"] == lock["shared_by"] == lock["holders_wait_for"] == []
+
+
+def test_shared_holds_without_rows_are_listed_with_their_tokens(held):
+    holds = [held(db_rwlock("doc", using="memory").read()) for _ in range(2)]
+    table = run("list_locks", "--waiting", *MEMORY)
+    assert re.search(r"^doc +shared \(2\) +0 +- ", table, re.MULTILINE)
+    for hold in holds:
+        assert f", shared (token {hold.token})" in table
+    (lock,) = listed("--waiting", *MEMORY).values()
+    tokens = [share["token"] for share in lock["shared_by"]]
+    assert tokens == [hold.token for hold in holds]
+    assert "Pass --share TOKEN" in refused("clear_lock", "doc", *MEMORY)
+
+
+def test_unknown_values_stay_empty(settings, monkeypatch):
+    """A backend need not know the lease or the age of a hold.
+
+    Stale locks are listed as stale.
+    """
+    settings.DLOCKS = {**settings.DLOCKS, "other": REPORTING}
+    abandoned("0", using="other")
+    with db_lock("1", using="other"):
+        assert lines("list_locks", "--stale", "--using", "other") == ["0"]
+        assert lines("list_locks", "--held", "--using", "other") == ["1"]
+        table = run("list_locks", "--using", "other")
+        assert re.search(r"^0 +stale .* -\d+m$", table, re.MULTILINE)
+        monkeypatch.setattr(Reporting, "reported", lambda backend: ["1"])
+        unknown = {"holder": "", "owner_ip": None, "since": None, "remaining": math.inf}
+        monkeypatch.setattr(Reporting, "known", unknown)
+        _, row = run("list_locks", "--using", "other").splitlines()
+        assert row.split() == ["1", "held", "0", "-", "-", "-"]
+        lock = listed("--using", "other")["1"]
+        for name in ("begin_time", "end_time", "seconds_held", "seconds_left"):
+            assert lock[name] is None
+
+
+def test_a_backend_that_cannot_clear_says_so(held):
+    held(db_lock("x", using="memory"))
+    command = "clear_lock", "x", *MEMORY, "--yes"
+    assert "is held. To force its release" in refused(*command)
+    message = refused(*command, "--reason", "tests")
+    assert message == "MemoryBackend cannot clear locks."
+    assert "has no lock 'y'" in refused("clear_lock", "y", *MEMORY)
+
+
+@pytest.mark.parametrize(
+    "command", [("list_locks",), ("clear_lock", "a"), ("reap_locks",)]
+)
+def test_an_alias_without_a_list_says_why(command, settings):
+    """The error names the alias, its backend, the reason and what to do.
+
+    A misspelt alias is an error too. The backends of the database family share their
+    rows.
+    """
+    assert "'nope'" in refused(*command, "--using", "nope")
+    plain = {**settings.DLOCKS}
+    members = {"of": ["default", "memory", "insert"]}
+    for backend, options, why in (
+        ("dummy.DummyBackend", {}, "It grants every claim"),
+        ("session.SessionBackend", {}, "Call holder() of a lock instead."),
+        ("quorum.QuorumBackend", members, "List each member instead."),
+    ):
+        other = {"BACKEND": f"dlocks.backends.{backend}", "OPTIONS": options}
+        settings.DLOCKS = {**plain, "other": other}
+        message = refused(*command, "--using", "other")
+        assert "'other'" in message
+        assert backend.partition(".")[2] in message
+        assert ("no rows" if command[0] == "reap_locks" else why) in message
+    for alias in ("optimistic", "insert", "brisk"):
+        rows.held("a")
+        yes = ["--yes", "--reason", "tests"] * (command[0] == "clear_lock")
+        run(*command, "--using", alias, *yes)
+        ResourceLock.objects.all().delete()

@@ -1,0 +1,3 @@
+from tests.promises.election.campaigns import elections, heard
+
+__all__ = ["elections", "heard"]

@@ -1,0 +1,71 @@
+"""The pauses of retry_on_conflict, and the marks of hidden values in forms."""
+
+from __future__ import annotations
+
+import pytest
+from django import forms
+from django.db import OperationalError
+
+from dlocks import StaleVersion
+from dlocks.optimistic import retry as retry_module
+from dlocks.optimistic import retry_on_conflict
+from dlocks.optimistic.forms import VersionedModelForm
+from dlocks.optimistic.retry import is_conflict
+from tests.models import Article
+
+pytestmark = [pytest.mark.front, pytest.mark.django_db]
+
+
+def stale():
+    return StaleVersion(Article, 1, 1, 2)
+
+
+def test_the_backoff_doubles_up_to_its_limit_with_full_jitter(monkeypatch):
+    slept, bounds = [], []
+
+    def fail(times, **policy):
+        left = [stale() for _ in range(times)]
+
+        @retry_on_conflict(times + 1, backoff=0.1, **policy)
+        def work():
+            if left:
+                raise left.pop()
+
+        work()
+
+    def uniform(low, high):
+        bounds.append((low, high))
+        return 0.0
+
+    monkeypatch.setattr(retry_module.time, "sleep", slept.append)
+    monkeypatch.setattr(retry_module.random, "uniform", uniform)
+    fail(5, max_backoff=0.5)
+    assert bounds == [(0, 0.1), (0, 0.2), (0, 0.4), (0, 0.5), (0, 0.5)]
+    assert slept == [0.0] * 5
+    fail(3, jitter=False)
+    assert slept[5:] == [0.1, 0.2, 0.4]
+
+
+def test_only_lost_races_are_conflicts():
+    assert is_conflict(stale())
+    assert not is_conflict(ValueError(1213))
+    assert not is_conflict(OperationalError())
+    assert not is_conflict(OperationalError(1205, "Lock wait timeout exceeded"))
+    assert is_conflict(OperationalError(1213, "Deadlock found"))
+    assert is_conflict(OperationalError(1020, "Record has changed since last read"))
+
+
+def test_equal_secrets_have_different_marks():
+    """The token does not show a password, or that two of them are the same."""
+
+    class SecretForm(VersionedModelForm):
+        class Meta:
+            model = Article
+            fields = ["title", "body"]
+            widgets = {"body": forms.PasswordInput}
+
+    marks = set()
+    for title in ("first", "text"):
+        one = Article.objects.create(title=title, body="text")
+        marks |= set(SecretForm(instance=one)._values.values())
+    assert len(marks) == 4
