@@ -3,30 +3,35 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 import pytest
 from django.conf import settings as django_settings
+from django.core.checks import run_checks
 from django.core.exceptions import ImproperlyConfigured
 from django.core.management import call_command
+from django.core.signals import setting_changed
 from django.db import connection
 from django.test import modify_settings, override_settings
 
 from dlocks import LockTimeout, db_lock
+from dlocks.models import HoldRecord, LockClaim, ResourceLock
+from dlocks.testing import frozen_clock, held_elsewhere
 from tests.for_each import for_each
-from tests.internals import (
-    HoldRecord,
-    LockClaim,
-    PessimisticBackend,
-    ResourceLock,
-    backends,
-    check_deployment,
-    check_settings,
-    check_tables,
-)
 from tests.scripts import run_python
 from tests.settings import ENGINE
 
 pytestmark = pytest.mark.front
+
+
+def check_settings(databases=None, *, deploy=False):
+    """Return what the checks of dlocks say, as ``manage.py check`` shows it."""
+    options = {"databases": databases, "include_deployment_checks": deploy}
+    return run_checks(tags=["dlocks"], **options)
+
+
+check_tables = partial(check_settings, ["default"])
+check_deployment = partial(check_settings, deploy=True)
 
 
 def dlocks(
@@ -42,22 +47,26 @@ def test_without_settings_the_default_database_is_used(in_other_thread):
 
     The settings provide defaults for locks.
     """
+
+    def check(ttl, using="default", message=None):
+        with db_lock("stock:7", using=using) as hold:
+            assert ttl - 10 < hold.remaining <= ttl
+            assert ResourceLock.objects.get().pk == "stock:7"
+            if message:
+                with pytest.raises(LockTimeout, match=message):
+                    in_other_thread(db_lock("stock:7", using=using).acquire)
+
     del django_settings.DLOCKS
-    backends.reset()
-    backend = backends["default"]
-    assert type(backend) is PessimisticBackend
-    options = backend.database, backend.prefix, backend.ttl, backend.timeout
-    assert options == ("default", "", 30.0, 10.0)
+    # Django sends this signal when a setting changes in a test.
+    setting_changed.send(None, setting="DLOCKS", value=None, enter=True)
+    check(30)
+    with held_elsewhere("stock:7"), frozen_clock():
+        with pytest.raises(LockTimeout, match="within 10 s"):
+            db_lock("stock:7").acquire()
     changed = {"default": {"OPTIONS": {"timeout": 0.05, "ttl": 20}}, "b": {}}
     with override_settings(DLOCKS=changed):
-        backends.reset()
-        assert type(backends["default"]) is type(backends["b"]) is PessimisticBackend
-        assert backends["default"].timeout == 0.05
-        with db_lock("stock:7") as hold:
-            assert 10 < hold.remaining <= 20
-            with pytest.raises(LockTimeout, match="within 0.05 s"):
-                in_other_thread(db_lock("stock:7").acquire)
-    backends.reset()
+        check(20, message="within 0.05 s")
+        check(30, "b")
 
 
 MEMORY = "dlocks.backends.memory.MemoryBackend"
@@ -111,7 +120,8 @@ def test_a_settings_error_names_alias_and_option():
     for wrong in (None, []):
         with override_settings(DLOCKS=wrong):
             assert ids(check_settings()) == {"dlocks.E002"}
-            assert check_tables(databases=["default"]) == check_deployment() == []
+            for every in (check_tables(), check_deployment()):
+                assert ids(every) == {"dlocks.E002"}
     known = "no alias 'other'; it has 'default'"
     with pytest.raises(ImproperlyConfigured, match=known):
         db_lock("stock:7", using="other").acquire()
@@ -218,12 +228,12 @@ def test_a_higher_isolation_level_causes_a_warning(monkeypatch):
 @pytest.mark.engine("mariadb", "mysql")
 @pytest.mark.django_db(transaction=True)
 def test_the_check_finds_other_engines_and_isolation_levels():
-    assert check_tables(databases=["default"]) == []
+    assert check_tables() == []
     with connection.cursor() as cursor:
         try:
             cursor.execute("ALTER TABLE dlocks_resourcelock ENGINE = MEMORY")
             cursor.execute("SET SESSION TRANSACTION ISOLATION LEVEL REPEATABLE READ")
-            assert ids(check_tables(databases=["default"])) == {
+            assert ids(check_tables()) == {
                 "dlocks.E005",
                 "dlocks.W004",
             }
@@ -236,7 +246,7 @@ def test_the_check_finds_other_engines_and_isolation_levels():
             cursor.execute(
                 "ALTER TABLE dlocks_lockclaim DROP COLUMN holding, ENGINE = MEMORY"
             )
-            (found,) = check_tables(databases=["default"])
+            (found,) = check_tables()
             assert found.id == "dlocks.E005"
             assert found.hint == "ALTER TABLE dlocks_lockclaim ENGINE = InnoDB;"
         finally:
@@ -263,12 +273,12 @@ def test_a_collation_that_confuses_keys_is_an_error_with_a_fix():
                 f"ALTER TABLE {table} MODIFY {column} {kind} COLLATE utf8mb4_general_ci"
                 " NOT NULL"
             )
-            (found,) = check_tables(databases=["default"])
+            (found,) = check_tables()
             assert found.id == "dlocks.E006"
             assert f"{table}.{column}" in found.msg
             assert "utf8mb4_general_ci" in found.msg
             cursor.execute(found.hint)
-            assert check_tables(databases=["default"]) == []
+            assert check_tables() == []
 
 
 @pytest.mark.storage
@@ -279,11 +289,11 @@ def test_missing_tables_cause_a_warning(model, monkeypatch):
 
     This is the case before the first ``migrate`` and after an upgrade.
     """
-    table = model._meta.db_table
+    table = {LockClaim: "dlocks_lockclaim", HoldRecord: "dlocks_holdrecord"}[model]
     with connection.schema_editor() as editor:
         editor.alter_db_table(model, table, "dlocks_elsewhere")
     try:
-        (found,) = check_tables(databases=["default"])
+        (found,) = check_tables()
         assert found.id == "dlocks.W006"
         assert table in found.msg
         assert "migrate dlocks --database default" in found.hint
@@ -291,18 +301,14 @@ def test_missing_tables_cause_a_warning(model, monkeypatch):
             editor.alter_db_table(
                 ResourceLock, "dlocks_resourcelock", "dlocks_elsewhere_too"
             )
-        (found,) = [
-            one
-            for one in check_tables(databases=["default"])
-            if one.id != "dlocks.W004"
-        ]
+        (found,) = [one for one in check_tables() if one.id != "dlocks.W004"]
         assert found.id == "dlocks.W006"
         assert "does not have the table dlocks_resourcelock" in found.msg
         assert "migrate dlocks --database default" in found.hint
         # ``manage.py migrate`` runs this check first, so the check must not ask for it.
         with monkeypatch.context() as patch:
             patch.setattr(sys, "argv", ["manage.py", "migrate"])
-            assert not ids(check_tables(databases=["default"])) - {"dlocks.W004"}
+            assert not ids(check_tables()) - {"dlocks.W004"}
     finally:
         with connection.schema_editor() as editor:
             editor.alter_db_table(model, "dlocks_elsewhere", table)
@@ -310,7 +316,7 @@ def test_missing_tables_cause_a_warning(model, monkeypatch):
                 editor.alter_db_table(
                     ResourceLock, "dlocks_elsewhere_too", "dlocks_resourcelock"
                 )
-    assert check_tables(databases=["default"]) == []
+    assert check_tables() == []
 
 
 @pytest.mark.storage

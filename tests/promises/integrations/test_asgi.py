@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 
 from dlocks import db_lock
+from dlocks.models import LockClaim, ResourceLock
 from tests import jobs
-from tests.internals import LockClaim, ResourceLock
 from tests.site import Site
 from tests.volume import volume
 

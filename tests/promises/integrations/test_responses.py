@@ -26,7 +26,6 @@ from django.views.generic import TemplateView
 
 from dlocks import LockLost, db_lock, locked_view
 from dlocks.testing import held_elsewhere, lose
-from tests.internals import backends, keeper
 
 pytestmark = [pytest.mark.front, pytest.mark.django_db(transaction=True)]
 
@@ -49,13 +48,12 @@ def urls():
 
 
 @pytest.fixture(autouse=True)
-def look(is_busy, monkeypatch):
+def look(is_busy, monkeypatch, frozen_lock_clock):
     """Let the parts of a response record whether the key is busy."""
 
     def note(what):
-        # The keeper looks for holds whose thread or event loop has ended.
-        for hold in keeper.holds:
-            assert not hold.is_orphaned
+        # A second later, a hold whose thread or event loop has ended is released.
+        frozen_lock_clock.tick(1)
         seen.append((what, is_busy(KEY)))
         return what
 
@@ -220,7 +218,9 @@ class TestTemplates:
             assert not is_busy(KEY)
 
     @pytest.mark.parametrize("view", [template, stream])
-    def test_a_response_that_is_never_sent_frees_the_key(self, view, is_busy):
+    def test_a_response_that_is_never_sent_frees_the_key(
+        self, view, is_busy, frozen_lock_clock
+    ):
         """A middleware that sends another response does not leave the key held.
 
         Nor does a response that is closed, plain, or rendered by the view itself.
@@ -229,7 +229,7 @@ class TestTemplates:
         assert is_busy(KEY)
         del response
         gc.collect()
-        keeper.catch_up()
+        frozen_lock_clock.tick(1)
         assert not is_busy(KEY)
         response = view(REQUEST)
         response.close()
@@ -242,7 +242,7 @@ class TestTemplates:
             lambda request: TemplateResponse(request, PAGE, {"look": "done"}).render(),
         ):
             response = locked_view(KEY)(make)(REQUEST)
-            assert (response.content, response._resource_closers) == (b"done", [])
+            assert response.content == b"done"
             assert not is_busy(KEY)
 
 
@@ -286,13 +286,8 @@ class TestStreams:
 
         The key is free afterwards.
         """
-        scope = {
-            "type": "http",
-            "method": "GET",
-            "path": "/endless-stream/",
-            "headers": [],
-            "query_string": b"",
-        }
+        scope = {"type": "http", "method": "GET", "path": "/endless-stream/"}
+        scope |= {"headers": [], "query_string": b""}
         communicator = ApplicationCommunicator(get_asgi_application(), scope)
         await communicator.send_input({"type": "http.request"})
         assert (await communicator.receive_output())["status"] == 200
@@ -312,14 +307,16 @@ class TestStreams:
         """
         response = Client().get("/async-view-of-stream/")
         for _ in range(5):
-            frozen_lock_clock.tick(backends["default"].ttl / 2)
-            keeper.catch_up()
+            # Half of the ttl.
+            frozen_lock_clock.tick(15)
             assert is_busy(KEY)
         assert b"".join(response.streaming_content) == b"onetwo"
         assert seen == [("one", True), ("two", True)]
         assert not is_busy(KEY)
 
-    def test_a_stream_that_has_ended_renews_no_forgotten_hold(self, until, is_busy):
+    def test_a_stream_that_has_ended_renews_no_forgotten_hold(
+        self, until, is_busy, frozen_lock_clock
+    ):
         """A thread ends without the release of a lock that its stream has used too.
 
         The key is released, as after a thread without a stream.
@@ -332,7 +329,7 @@ class TestStreams:
         thread = threading.Thread(target=forget)
         thread.start()
         thread.join()
-        until(lambda: not is_busy(KEY))
+        until(lambda: frozen_lock_clock.tick(1) or not is_busy(KEY))
 
     def test_a_stream_outlives_the_block_around_its_view(self, is_busy):
         """A block around the view and the stream do not end each other's hold."""

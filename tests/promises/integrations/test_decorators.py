@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import functools
 import inspect
 import json
@@ -21,11 +20,19 @@ from django.utils import translation
 from django.utils.functional import SimpleLazyObject
 from django.views import View
 
-from dlocks import LockLost, LockTimeout, SingleInstance, db_lock, locked_view, run_once
+from dlocks import (
+    LockLost,
+    LockTimeout,
+    SingleInstance,
+    db_lock,
+    lock_acquired,
+    locked_view,
+    run_once,
+)
 from dlocks.testing import frozen_clock, held_elsewhere, lose
 from tests import pages, typed_usage
-from tests.internals import LockDecorator, MemoryBackend
 from tests.models import Counter
+from tests.promises.interposed import REPORTING, Reporting
 
 
 @pytest.fixture(scope="module")
@@ -37,19 +44,14 @@ def key_of(template, function, *args, **kwargs):
     """Return the key that a call locks."""
     seen = []
 
-    def busy(error, *args, **kwargs):
-        seen.append(error.key)
+    def note(hold, **_):
+        seen.append(hold.key)
 
-    with held_elsewhere(probe := "probe"):
-        decorated = db_lock(template, timeout=0, busy=busy)
-
-        def lock(key):
-            seen.append(key)
-            return db_lock(probe, timeout=0)
-
-        decorated.lock = lock
-        decorated(function)(*args, **kwargs)
-    return seen[0]
+    lock_acquired.connect(note)
+    db_lock(template)(function)(*args, **kwargs)
+    lock_acquired.disconnect(note)
+    (key,) = seen
+    return key
 
 
 pytestmark = [pytest.mark.front, pytest.mark.usefixtures("memory_locks")]
@@ -248,7 +250,7 @@ def test_a_decorated_function_keeps_its_metadata():
     )
     assert not inspect.iscoroutinefunction(build)
     assert repr(db_lock("a:{b}", busy="skip")) == "<LockDecorator 'a:{b}' busy='skip'>"
-    assert isinstance(db_lock("a", busy="raise"), LockDecorator)
+    assert repr(db_lock("a", busy="raise")).startswith("<LockDecorator")
 
 
 async def test_a_coroutine_function_holds_across_its_awaits():
@@ -365,9 +367,6 @@ def test_a_wrapped_generator_is_refused_at_the_call():
             db_lock("a")(thing)
 
 
-# Busy keys.
-
-
 # Views.
 
 
@@ -458,17 +457,13 @@ def test_a_project_may_replace_the_busy_page(settings, tmp_path):
         assert view(request)["Content-Type"] == "text/plain"
 
 
-def test_a_busy_view_responds_if_the_remaining_time_is_unknown(monkeypatch):
+def test_a_busy_view_responds_if_the_remaining_time_is_unknown(settings, monkeypatch):
     """The remaining time is unknown if another process holds a session lock.
 
     Such a lock ends with its session.
     """
-    holder = MemoryBackend.holder
-
-    def of_session(self, key):
-        return dataclasses.replace(holder(self, key), remaining=math.inf)
-
-    monkeypatch.setattr(MemoryBackend, "holder", of_session)
+    settings.DLOCKS = {"default": REPORTING}
+    monkeypatch.setattr(Reporting, "known", {"remaining": math.inf})
     view = locked_view("order:{pk}")(lambda request, pk: None)
     with held_elsewhere("order:7"):
         response = view(REQUEST, pk=7)
