@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 
-from django.db import models
+from django.db import connection, models
 
 from dlocks.models import HoldRecord, LockClaim, ResourceLock
 from dlocks.values import UNLIMITED
@@ -119,3 +121,16 @@ def ended(key: str, *, token: int | None = None, **fields: object) -> HoldRecord
     written = record(key, token, **fields)
     written.save()
     return written
+
+
+@contextmanager
+def without_table(model: type[models.Model]) -> Iterator[None]:
+    """Rename the table of a model during a block, as if it were missing."""
+    table = model._meta.db_table
+    with connection.schema_editor() as editor:
+        editor.alter_db_table(model, table, f"{table}_elsewhere")
+    try:
+        yield
+    finally:
+        with connection.schema_editor() as editor:
+            editor.alter_db_table(model, f"{table}_elsewhere", table)

@@ -17,6 +17,7 @@ from django.test import modify_settings, override_settings
 from dlocks import LockTimeout, db_lock
 from dlocks.models import HoldRecord, LockClaim, ResourceLock
 from dlocks.testing import frozen_clock, held_elsewhere
+from tests import rows
 from tests.for_each import for_each
 from tests.scripts import run_python
 from tests.settings import ENGINE
@@ -69,41 +70,33 @@ def test_without_settings_the_default_database_is_used(in_other_thread):
         check(30, "b")
 
 
-MEMORY = "dlocks.backends.memory.MemoryBackend"
+MEMORY = {"BACKEND": "dlocks.backends.memory.MemoryBackend"}
+INSERT = {"BACKEND": "dlocks.backends.database.InsertBackend"}
+EVERY_BACKEND = "grace, prefix, slow_hold, slow_wait, timeout, ttl"
+DATABASE_FAMILY = (
+    "database, deadlock_after, expiry, grace, history, listen, prefix, prepare,"
+    " slow_hold, slow_wait, spin, timeout, ttl"
+)
+NOTHING, MODEL = "dlocks.backends.nothing.Backend", "django.db.models.Model"
 SETTINGS_ERRORS = [
-    (
-        {"BACKEND": "dlocks.backends.nothing.Backend"},
-        r"'default'.*'dlocks\.backends\.nothing\.Backend'.*imported",
-    ),
-    (
-        {"BACKEND": "django.db.models.Model"},
-        r"'default'.*'django\.db\.models\.Model'.*not a dlocks backend",
-    ),
+    ({"BACKEND": NOTHING}, rf"'default'.*'{NOTHING}'.*imported"),
+    ({"BACKEND": MODEL}, rf"'default'.*'{MODEL}'.*not a dlocks backend"),
     ({"BACKEND": None}, r"'default'.*must be a dotted path, not None"),
-    ({"BACKEND": MEMORY, "TIMEOUT": 3}, r"'default'.*unknown keys 'TIMEOUT'"),
+    ({**MEMORY, "TIMEOUT": 3}, r"'default'.*unknown keys 'TIMEOUT'"),
     (
-        {"BACKEND": MEMORY, "OPTIONS": {"tll": 3}},
-        (
-            r"'default'.*unknown option 'tll'; MemoryBackend accepts grace, prefix,"
-            r" slow_hold, slow_wait, timeout, ttl"
-        ),
+        {**MEMORY, "OPTIONS": {"tll": 3}},
+        f"'default'.*unknown option 'tll'; MemoryBackend accepts {EVERY_BACKEND}",
     ),
     (
-        {"BACKEND": "dlocks.backends.database.InsertBackend", "OPTIONS": {"x": "y"}},
-        (
-            r"accepts database, deadlock_after, expiry, grace, history, listen,"
-            r" prefix, prepare, slow_hold, slow_wait, spin, timeout, ttl"
-        ),
+        {**INSERT, "OPTIONS": {"x": "y"}},
+        f"accepts {DATABASE_FAMILY}",
     ),
     (
-        {"BACKEND": MEMORY, "OPTIONS": {"ttl": "long"}},
-        r"'default'.*ttl must be a number of seconds or a timedelta, not str",
+        {**MEMORY, "OPTIONS": {"ttl": "long"}},
+        "'default'.*ttl must be a number of seconds or a timedelta, not str",
     ),
-    (
-        {"BACKEND": MEMORY, "OPTIONS": {"timeout": -1}},
-        r"'default'.*timeout must be 0 or more",
-    ),
-    ({"BACKEND": MEMORY, "OPTIONS": {"prefix": 7}}, r"'default'.*prefix"),
+    ({**MEMORY, "OPTIONS": {"timeout": -1}}, r"'default'.*timeout must be 0 or more"),
+    ({**MEMORY, "OPTIONS": {"prefix": 7}}, r"'default'.*prefix"),
     ({"OPTIONS": {"history": "yes"}}, "history must be True or False, not 'yes'"),
 ]
 
@@ -233,10 +226,7 @@ def test_the_check_finds_other_engines_and_isolation_levels():
         try:
             cursor.execute("ALTER TABLE dlocks_resourcelock ENGINE = MEMORY")
             cursor.execute("SET SESSION TRANSACTION ISOLATION LEVEL REPEATABLE READ")
-            assert ids(check_tables()) == {
-                "dlocks.E005",
-                "dlocks.W004",
-            }
+            assert ids(check_tables()) == {"dlocks.E005", "dlocks.W004"}
         finally:
             cursor.execute("ALTER TABLE dlocks_resourcelock ENGINE = InnoDB")
             connection.close()
@@ -290,56 +280,36 @@ def test_missing_tables_cause_a_warning(model, monkeypatch):
     This is the case before the first ``migrate`` and after an upgrade.
     """
     table = {LockClaim: "dlocks_lockclaim", HoldRecord: "dlocks_holdrecord"}[model]
-    with connection.schema_editor() as editor:
-        editor.alter_db_table(model, table, "dlocks_elsewhere")
-    try:
-        (found,) = check_tables()
-        assert found.id == "dlocks.W006"
-        assert table in found.msg
-        assert "migrate dlocks --database default" in found.hint
-        with connection.schema_editor() as editor:
-            editor.alter_db_table(
-                ResourceLock, "dlocks_resourcelock", "dlocks_elsewhere_too"
-            )
+
+    def check(said):
         (found,) = [one for one in check_tables() if one.id != "dlocks.W004"]
         assert found.id == "dlocks.W006"
-        assert "does not have the table dlocks_resourcelock" in found.msg
+        assert said in found.msg
         assert "migrate dlocks --database default" in found.hint
-        # ``manage.py migrate`` runs this check first, so the check must not ask for it.
-        with monkeypatch.context() as patch:
-            patch.setattr(sys, "argv", ["manage.py", "migrate"])
+
+    with rows.without_table(model):
+        check(table)
+        with rows.without_table(ResourceLock):
+            check("does not have the table dlocks_resourcelock")
+            # ``manage.py migrate`` runs this check first, so it must not ask for it.
+            monkeypatch.setattr(sys, "argv", ["manage.py", "migrate"])
             assert not ids(check_tables()) - {"dlocks.W004"}
-    finally:
-        with connection.schema_editor() as editor:
-            editor.alter_db_table(model, "dlocks_elsewhere", table)
-            if "dlocks_elsewhere_too" in connection.introspection.table_names():
-                editor.alter_db_table(
-                    ResourceLock, "dlocks_elsewhere_too", "dlocks_resourcelock"
-                )
     assert check_tables() == []
 
 
 @pytest.mark.storage
 @pytest.mark.django_db
 def test_the_key_is_the_primary_key_and_the_only_index():
+    get_constraints = connection.introspection.get_constraints
     with connection.cursor() as cursor:
-        constraints = connection.introspection.get_constraints(
-            cursor, "dlocks_resourcelock"
-        )
-        indexed = {
-            tuple(it["columns"])
-            for it in constraints.values()
-            if it["index"] or it["primary_key"]
-        }
-        assert indexed == {("key_resource",)}
-        assert sum(it["index"] or it["primary_key"] for it in constraints.values()) == 1
+        found = get_constraints(cursor, "dlocks_resourcelock").values()
+        indexes = [one for one in found if one["index"] or one["primary_key"]]
+        assert [one["columns"] for one in indexes] == [["key_resource"]]
         if connection.vendor == "mysql":
-            cursor.execute(
-                "SHOW FULL COLUMNS FROM dlocks_resourcelock LIKE 'key_resource'"
-            )
-            assert cursor.fetchone()[2] == (
-                "utf8mb4_0900_bin" if ENGINE == "mysql" else "utf8mb4_nopad_bin"
-            )
+            columns = "SHOW FULL COLUMNS FROM dlocks_resourcelock LIKE 'key_resource'"
+            cursor.execute(columns)
+            names = {"mysql": "utf8mb4_0900_bin", "mariadb": "utf8mb4_nopad_bin"}
+            assert cursor.fetchone()[2] == names[ENGINE]
 
 
 def test_deploying_a_test_backend_causes_a_warning():
