@@ -108,8 +108,7 @@ ENDING = """
 import atexit, os, sys, threading, time
 from django.conf import settings
 import django, django.db
-memory = {"BACKEND": "dlocks.backends.memory.MemoryBackend"}
-settings.configure(DLOCKS={"default": memory})
+settings.configure(DLOCKS={"default": {"BACKEND": "__main__.Slow"}})
 django.setup()
 for case in ("", "again", "two"):
     if not os.fork():
@@ -120,12 +119,24 @@ else:
     sys.exit()
 
 def look():
-    print("free" if backends["default"].holder("leader:x") is None else "taken")
+    print("free" if Slow.made.holder("leader:x") is None else "taken")
 
 # The last to be called.
 atexit.register(look)
-from dlocks.conf import backends
 from dlocks import LeaderElection, db_lock, shutdown
+from dlocks.backends.memory import MemoryBackend
+
+class Slow(MemoryBackend):
+    seconds = 0
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        Slow.made = self
+
+    def release(self, *args, **kwargs):
+        time.sleep(self.seconds)
+        return super().release(*args, **kwargs)
+
 if case == "two":
     elected, stopped = threading.Barrier(3), threading.Barrier(2)
     def start(name):
@@ -143,12 +154,7 @@ if case == "two":
     start("y")
     elected.wait()
     sys.exit()
-release = backends["default"].release
-def slow_release(*args, **kwargs):
-    time.sleep(0.01)
-    return release(*args, **kwargs)
-
-backends["default"].release = slow_release
+Slow.seconds = 0.01
 holds = [db_lock(str(number)).acquire() for number in range(20)]
 one = LeaderElection(
     "x",

@@ -77,7 +77,7 @@ DATABASE_FAMILY = (
     "database, deadlock_after, expiry, grace, history, listen, prefix, prepare,"
     " slow_hold, slow_wait, spin, timeout, ttl"
 )
-NOTHING, MODEL = "dlocks.backends.nothing.Backend", "django.db.models.Model"
+NOTHING, MODEL = "nowhere.backends.Backend", "django.db.models.Model"
 SETTINGS_ERRORS = [
     ({"BACKEND": NOTHING}, rf"'default'.*'{NOTHING}'.*imported"),
     ({"BACKEND": MODEL}, rf"'default'.*'{MODEL}'.*not a dlocks backend"),
@@ -292,8 +292,9 @@ def test_missing_tables_cause_a_warning(model, monkeypatch):
         with rows.without_table(ResourceLock):
             check("does not have the table dlocks_resourcelock")
             # ``manage.py migrate`` runs this check first, so it must not ask for it.
-            monkeypatch.setattr(sys, "argv", ["manage.py", "migrate"])
-            assert not ids(check_tables()) - {"dlocks.W004"}
+            with monkeypatch.context() as patch:
+                patch.setattr(sys, "argv", ["manage.py", "migrate"])
+                assert not ids(check_tables()) - {"dlocks.W004"}
     assert check_tables() == []
 
 

@@ -569,5 +569,5 @@ def test_the_checks_report_wrong_managers_and_base_classes():
         ]
     finally:
         for model in (Plain, Both):
-            apps.all_models["tests"].pop(model._meta.model_name)
+            apps.all_models["tests"].pop(model.__name__.lower())
         apps.clear_cache()
