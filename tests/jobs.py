@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import http.client
 import json
 import os
 import queue
@@ -18,10 +17,9 @@ from functools import partial
 from pathlib import Path
 
 from asgiref.sync import ThreadSensitiveContext, sync_to_async
-from django.db import connections, models, transaction
+from django.db import connections, transaction
 
 from dlocks import (
-    LeaderElection,
     LockBackendError,
     LockError,
     LockLost,
@@ -51,11 +49,6 @@ def token_of(lock):
     """Acquire and release, and return the token."""
     with lock as held:
         return held.token
-
-
-def flush_history(pipe):
-    """Write the history that this process has buffered."""
-    history.flush()
 
 
 def hold_in_transaction(pipe, key, *, roll_back=False, **policy):
@@ -256,15 +249,6 @@ def what_the_check_says(pipe):
     return [
         (message.id, message.msg) for message in check_tables(databases=["default"])
     ]
-
-
-def migrate(pipe):
-    from django.core.management import call_command
-    from django.db import connection
-
-    connection.close()
-    _create_database()
-    call_command("migrate", verbosity=0)
 
 
 def migrate_dlocks(pipe):
@@ -584,60 +568,6 @@ def wait_in_transactions(pipe, key, *, seconds, **policy):
                 time.sleep(2.5)
 
 
-def increment(pipe, kind, times, **policy):
-    """Increment all rows repeatedly, and return the number of retries."""
-    from dlocks.optimistic import retry_on_conflict
-    from tests import models as rows
-
-    model, field, how = kind
-    model, runs = getattr(rows, model), 0
-
-    @retry_on_conflict(**policy)
-    def once():
-        nonlocal runs
-        runs += 1
-        instances = list(model.objects.order_by("pk"))
-        for instance in instances:
-            setattr(instance, field, getattr(instance, field) + 1)
-        if how == "bulk_update":
-            model.objects.bulk_update(instances, [field])
-        else:
-            for instance in instances:
-                instance.save(
-                    **({"update_fields": [field]} if how == "update_fields" else {})
-                )
-
-    pipe.say("ready")
-    pipe.hear()
-    for _ in range(times):
-        once()
-    return runs - times
-
-
-def cross(pipe, first, second, **policy):
-    """Write two rows in one transaction.
-
-    Another process writes them in the opposite order, so that one of the two deadlocks.
-    """
-    from dlocks.optimistic import retry_on_conflict
-    from tests.models import Counter
-
-    runs = 0
-
-    @retry_on_conflict(**policy)
-    def both():
-        nonlocal runs
-        runs += 1
-        Counter.objects.filter(pk=first).update(value=models.F("value") + 1)
-        if runs == 1:
-            pipe.say("has the first")
-            pipe.hear()
-        Counter.objects.filter(pk=second).update(value=models.F("value") + 1)
-
-    both()
-    return runs
-
-
 def nest(pipe, first, second, *, in_transaction=False, **policy):
     """Acquire a key, and another one inside, which may end in a deadlock.
 
@@ -735,67 +665,6 @@ def lock_of(key, **policy):
     if isinstance(mode, int):
         return db_semaphore(name, mode, **policy)
     return getattr(db_rwlock(name, **policy), mode)()
-
-
-def step_machine(pipe, pk, token):
-    """Claim the row, send its value, and save a new one when notified.
-
-    Return the name of the error, or None.
-    """
-    from tests.models import Machine
-
-    machine = Machine.objects.claim(pk, token)
-    pipe.say(machine.steps)
-    pipe.hear()
-    machine.steps += 1
-    try:
-        machine.save()
-    except LockError as error:
-        return type(error).__name__
-    return None
-
-
-def delete_or_save(pipe, pk, action):
-    """Read the row, and delete or save it when notified.
-
-    Return the name of the error, or None.
-    """
-    from tests.models import Report
-
-    report = Report.objects.get(pk=pk)
-    pipe.say("read")
-    pipe.hear()
-    try:
-        getattr(report, action)()
-    except LockError as error:
-        return type(error).__name__
-    return None
-
-
-def step_with_newer_tokens(pipe, pk, number, times):
-    """Increment the row a number of times, each with a new highest token.
-
-    Return the number of refused writes.
-    """
-    from tests.models import Machine
-
-    pipe.say("ready")
-    pipe.hear()
-    done = refused = 0
-    while done < times:
-        # Tokens are unique among processes.
-        token = time.time_ns() // 1000 * 16 + number
-        try:
-            machine = Machine.objects.claim(pk, token)
-            # This gives other processes a chance.
-            time.sleep(0.001)
-            machine.steps += 1
-            machine.save()
-            done += 1
-        except LockError:
-            refused += 1
-            time.sleep(random.uniform(0, 0.02))
-    return refused
 
 
 def run_job(pipe, key, *, wait=False, **policy):
@@ -1229,39 +1098,6 @@ def run_command(pipe, *words):
     return out.getvalue()
 
 
-def campaign(pipe, name, **policy):
-    """Run an election until notified, and send its callbacks.
-
-    Return the first and last time at which each lead was observed.
-    """
-    seen = {}
-
-    def elected(hold):
-        at = time.monotonic()
-        # Each reported lead lasts until it has been observed.
-        while hold.token not in seen and election.is_leader:
-            time.sleep(0.001)
-        pipe.say(("elected", at, hold.token))
-
-    def deposed(hold):
-        pipe.say(("deposed", time.monotonic(), hold.token))
-
-    election = LeaderElection(name, on_elected=elected, on_deposed=deposed, **policy)
-    with election:
-        told_to_stop = False
-        while not told_to_stop:
-            # The message is read first, so that a state before the end is observed at
-            # least once.
-            told_to_stop = pipe.poll()
-            now, token = time.monotonic(), election.token
-            # It led at that moment if it still leads with the same token.
-            if token is not None and election.is_leader and election.token == token:
-                seen[token] = (seen.get(token, (now,))[0], now)
-            time.sleep(0.001)
-        pipe.hear()
-    return seen
-
-
 def hold_and_fork(pipe, key, **policy):
     """Hold a lock and fork a child that keeps running.
 
@@ -1278,30 +1114,6 @@ def hold_and_fork(pipe, key, **policy):
     free, has = os.read(reading, 100).decode().split()
     pipe.say((child, None if free == "True" else "granted", has == "True"))
     pipe.hear()
-
-
-def visit(pipe, port, addresses, each):
-    """Request each address repeatedly, with one client per address in parallel.
-
-    Return the responses.
-    """
-    answers, mutex = [], threading.Lock()
-
-    def client(address):
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
-        for _ in range(each):
-            connection.request("GET", address)
-            answer = connection.getresponse().read().decode()
-            with mutex:
-                answers.append(int(answer))
-        connection.close()
-
-    clients = [threading.Thread(target=client, args=[address]) for address in addresses]
-    for one in clients:
-        one.start()
-    for one in clients:
-        one.join()
-    return answers
 
 
 def take_turns(pipe, key, *, times, **policy):

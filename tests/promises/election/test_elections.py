@@ -21,13 +21,46 @@ from dlocks import (
 from dlocks.backends.memory import MemoryBackend
 from dlocks.models import LockClaim
 from dlocks.testing import lose
-from tests import jobs
 from tests.promises.database.test_faults import on_server, server  # noqa: F401 (fixtures)
 from tests.promises.election.campaigns import next_of, telling
 from tests.scripts import run_python
 from tests.timing import eventually, in_time
 
 pytestmark = pytest.mark.front
+
+
+def campaign(pipe, name, **policy):
+    """Run an election until notified, and send its callbacks.
+
+    Return the first and last time at which each lead was observed.
+    """
+    seen = {}
+
+    def elected(hold):
+        at = time.monotonic()
+        # Each reported lead lasts until it has been observed.
+        while hold.token not in seen and election.is_leader:
+            time.sleep(0.001)
+        pipe.say(("elected", at, hold.token))
+
+    def deposed(hold):
+        pipe.say(("deposed", time.monotonic(), hold.token))
+
+    election = LeaderElection(name, on_elected=elected, on_deposed=deposed, **policy)
+    with election:
+        told_to_stop = False
+        while not told_to_stop:
+            # The message is read first, so that a state before the end is observed at
+            # least once.
+            told_to_stop = pipe.poll()
+            now, token = time.monotonic(), election.token
+            # It led at that moment if it still leads with the same token.
+            if token is not None and election.is_leader and election.token == token:
+                seen[token] = (seen.get(token, (now,))[0], now)
+            time.sleep(0.001)
+        pipe.hear()
+    return seen
+
 
 TTL = 1.5
 
@@ -395,7 +428,7 @@ DATABASE = pytest.mark.django_db(transaction=True)
 
 
 def campaigns(worker, ttl=TTL):
-    worker.start(jobs.campaign, "scheduler", ttl=ttl)
+    worker.start(campaign, "scheduler", ttl=ttl)
 
 
 @DATABASE

@@ -5,11 +5,13 @@ The clients run in other processes.
 
 from __future__ import annotations
 
+import http.client
+import threading
+
 import pytest
 
 from dlocks import db_lock
 from dlocks.models import LockClaim, ResourceLock
-from tests import jobs
 from tests.site import Site
 from tests.volume import volume
 
@@ -18,6 +20,30 @@ pytestmark = [
     pytest.mark.engine("postgresql"),
     pytest.mark.django_db(transaction=True),
 ]
+
+
+def visit(pipe, port, addresses, each):
+    """Request each address repeatedly, with one client per address in parallel.
+
+    Return the responses.
+    """
+    answers, mutex = [], threading.Lock()
+
+    def client(address):
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+        for _ in range(each):
+            connection.request("GET", address)
+            answer = connection.getresponse().read().decode()
+            with mutex:
+                answers.append(int(answer))
+        connection.close()
+
+    clients = [threading.Thread(target=client, args=[address]) for address in addresses]
+    for one in clients:
+        one.start()
+    for one in clients:
+        one.join()
+    return answers
 
 
 COMMAND = (
@@ -57,7 +83,7 @@ def test_concurrent_requests_lose_no_update(workers, until, tmp_path):
         each = volume(3)
         for worker in crowd:
             views = ["/sync/", "/async/", "/decorated/"]
-            worker.start(jobs.visit, uvicorn.port, views, each)
+            worker.start(visit, uvicorn.port, views, each)
         answers = [answer for worker in crowd for answer in worker.hear()]
         assert sorted(answers) == list(range(1, 3 * len(crowd) * each + 1))
         assert int(counter.read_text()) == len(answers)

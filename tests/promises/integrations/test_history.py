@@ -25,6 +25,11 @@ pytestmark = [
 ]
 
 
+def flush_history(pipe):
+    """Write the history that this process has buffered."""
+    records()
+
+
 RECORDED = ("--using", "recorded")
 
 
@@ -86,7 +91,7 @@ def test_shared_holds_several_keys_and_waits_are_recorded(workers, until):
         worker.hear()
         until(mine.queue_length)
     worker.hear()
-    worker.call(jobs.flush_history)
+    worker.call(flush_history)
     found = {(one.key_resource, one.shared): one.token for one in records(waited=0)}
     assert set(found) == {("shared", True), ("a", False), ("b", False), ("busy", False)}
     (waited,) = records(waited__gt=0)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import pickle
+import random
+import time
 from contextlib import nullcontext
 from functools import partial
 
@@ -15,12 +17,52 @@ from django.db import IntegrityError, OperationalError, connection, models, tran
 from dlocks import LockError, StaleToken, db_lock
 from dlocks.optimistic import FencedManager, FencedModel, VersionedModel
 from dlocks.optimistic.retry import is_conflict
-from tests import jobs
 from tests.for_each import for_each
 from tests.models import Crane, Machine, Place, Robot
 from tests.volume import volume
 
 pytestmark = pytest.mark.django_db
+
+
+def step_machine(pipe, pk, token):
+    """Claim the row, send its value, and save a new one when notified.
+
+    Return the name of the error, or None.
+    """
+    machine = Machine.objects.claim(pk, token)
+    pipe.say(machine.steps)
+    pipe.hear()
+    machine.steps += 1
+    try:
+        machine.save()
+    except LockError as error:
+        return type(error).__name__
+    return None
+
+
+def step_with_newer_tokens(pipe, pk, number, times):
+    """Increment the row a number of times, each with a new highest token.
+
+    Return the number of refused writes.
+    """
+    pipe.say("ready")
+    pipe.hear()
+    done = refused = 0
+    while done < times:
+        # Tokens are unique among processes.
+        token = time.time_ns() // 1000 * 16 + number
+        try:
+            machine = Machine.objects.claim(pk, token)
+            # This gives other processes a chance.
+            time.sleep(0.001)
+            machine.steps += 1
+            machine.save()
+            done += 1
+        except LockError:
+            refused += 1
+            time.sleep(random.uniform(0, 0.02))
+    return refused
+
 
 KINDS = pytest.mark.parametrize("model", [Machine, Robot])
 BOTH = for_each("model", [Machine, Robot])
@@ -127,10 +169,10 @@ def test_a_hold_can_be_used_as_its_token(machine):
 def test_a_stopped_process_cannot_overwrite_its_successor(doomed, workers):
     pk = Machine.objects.create(steps=10).pk
     paused, successor = doomed(), workers(1)[0]
-    paused.start(jobs.step_machine, pk, 5)
+    paused.start(step_machine, pk, 5)
     assert paused.hear() == 10
     paused.stop()
-    successor.start(jobs.step_machine, pk, 6)
+    successor.start(step_machine, pk, 6)
     assert successor.hear() == 10
     successor.tell()
     assert successor.hear() is None
@@ -150,7 +192,7 @@ def test_four_competing_processes_lose_no_step(workers):
     pk, times = Machine.objects.create().pk, volume(4)
     actors = workers(4)
     for number, worker in enumerate(actors):
-        worker.start(jobs.step_with_newer_tokens, pk, number, times)
+        worker.start(step_with_newer_tokens, pk, number, times)
     for worker in actors:
         assert worker.hear() == "ready"
     for worker in actors:

@@ -12,15 +12,79 @@ from asgiref.sync import async_to_sync, sync_to_async
 from django.db import IntegrityError, OperationalError, connection, transaction
 from django.db.models import F
 
-from dlocks import StaleVersion
+from dlocks import LockError, StaleVersion
 from dlocks.optimistic import retry_on_conflict
 from dlocks.optimistic.retry import is_conflict
-from tests import jobs, models
+from tests import models
 from tests.for_each import for_each
 from tests.models import Article, Counter
 from tests.volume import volume
 
 pytestmark = [pytest.mark.front, pytest.mark.django_db]
+
+
+def increment(pipe, kind, times, **policy):
+    """Increment all rows repeatedly, and return the number of retries."""
+    model, field, how = kind
+    model, runs = getattr(models, model), 0
+
+    @retry_on_conflict(**policy)
+    def once():
+        nonlocal runs
+        runs += 1
+        instances = list(model.objects.order_by("pk"))
+        for instance in instances:
+            setattr(instance, field, getattr(instance, field) + 1)
+        if how == "bulk_update":
+            model.objects.bulk_update(instances, [field])
+        else:
+            for instance in instances:
+                instance.save(
+                    **({"update_fields": [field]} if how == "update_fields" else {})
+                )
+
+    pipe.say("ready")
+    pipe.hear()
+    for _ in range(times):
+        once()
+    return runs - times
+
+
+def cross(pipe, first, second, **policy):
+    """Write two rows in one transaction.
+
+    Another process writes them in the opposite order, so that one of the two deadlocks.
+    """
+    runs = 0
+
+    @retry_on_conflict(**policy)
+    def both():
+        nonlocal runs
+        runs += 1
+        Counter.objects.filter(pk=first).update(value=F("value") + 1)
+        if runs == 1:
+            pipe.say("has the first")
+            pipe.hear()
+        Counter.objects.filter(pk=second).update(value=F("value") + 1)
+
+    both()
+    return runs
+
+
+def delete_or_save(pipe, pk, action):
+    """Read the row, and delete or save it when notified.
+
+    Return the name of the error, or None.
+    """
+    report = models.Report.objects.get(pk=pk)
+    pipe.say("read")
+    pipe.hear()
+    try:
+        getattr(report, action)()
+    except LockError as error:
+        return type(error).__name__
+    return None
+
 
 # Transactions of these tests are committed.
 COMMITS = pytest.mark.django_db(transaction=True)
@@ -63,7 +127,7 @@ def test_four_processes_with_retries_lose_no_increment(workers, case):
     counters = workers(4)
     policy = {"attempts": 400, "backoff": 0.002, "max_backoff": 0.05}
     for worker in counters:
-        worker.start(jobs.increment, kind, times, **policy)
+        worker.start(increment, kind, times, **policy)
     for worker in counters:
         assert worker.hear() == "ready"
     for worker in counters:
@@ -85,7 +149,7 @@ def test_one_of_concurrent_deletes_and_saves_succeeds(workers):
         pk = models.Report.objects.create().pk
         actors, actions = workers(4), ["delete", "save", "delete", "save"]
         for worker, action in zip(actors, actions, strict=True):
-            worker.start(jobs.delete_or_save, pk, action)
+            worker.start(delete_or_save, pk, action)
         for worker in actors:
             assert worker.hear() == "read"
         for worker in actors:
@@ -125,8 +189,8 @@ def test_an_old_snapshot_does_not_hide_a_conflict(in_other_thread):
 def test_a_deadlock_is_retried(workers):
     rows = [Counter.objects.create(name=name).pk for name in "ab"]
     one, two = workers(2)
-    one.start(jobs.cross, *rows, attempts=5)
-    two.start(jobs.cross, *reversed(rows), attempts=5)
+    one.start(cross, *rows, attempts=5)
+    two.start(cross, *reversed(rows), attempts=5)
     for worker in (one, two):
         assert worker.hear() == "has the first"
     for worker in (one, two):
