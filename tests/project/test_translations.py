@@ -37,20 +37,14 @@ def marked():
     found = set()
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and (
-                getattr(node.func, "id", None) in FUNCTIONS
-            ):
-                texts = [
-                    one.value for one in node.args if isinstance(one, ast.Constant)
-                ]
+            if getattr(getattr(node, "func", None), "id", None) in FUNCTIONS:
+                texts = [n.value for n in node.args if isinstance(n, ast.Constant)]
                 if texts and isinstance(texts[0], str):
                     found.add((texts[0], texts[1] if len(texts) > 1 else None))
     for path in PACKAGE.rglob("*.html"):
         for call in CALL.finditer(templatize(path.read_text())):
-            text, plural = call.groups()
-            found.add(
-                (ast.literal_eval(text), ast.literal_eval(plural) if plural else None)
-            )
+            text, plural = (ast.literal_eval(one or "None") for one in call.groups())
+            found.add((text, plural))
     return found
 
 
@@ -152,12 +146,8 @@ def test_errors_and_commands_stay_in_english(settings):
     """A request in Spanish does not translate an error, nor a setting a command."""
     settings.LANGUAGE_CODE = "es"
     now = timezone.now()
-    rows.write(
-        "stock:7",
-        rows.P,
-        now + timedelta(minutes=5),
-        begin_time=now - timedelta(hours=4),
-    )
+    since = now - timedelta(hours=4)
+    rows.write("stock:7", rows.P, now + timedelta(minutes=5), begin_time=since)
     rows.waits("stock:7", begin_time=now - timedelta(minutes=3))
     out = StringIO()
     with override("es"):

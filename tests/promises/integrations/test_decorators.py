@@ -100,11 +100,9 @@ def test_an_invalid_template_is_refused_when_decorating():
     def build(region, day):
         raise AssertionError
 
+    misspelt = r"needs an argument 'regoin', but .*build\(\) has 'region', 'day'"
     for template, message in (
-        (
-            "report:{regoin}",
-            r"needs an argument 'regoin', but .*build\(\) has 'region', 'day'",
-        ),
+        ("report:{regoin}", misspelt),
         ("{}", "not a valid field"),
         ("{0}", "not a valid field"),
         ("{region.__class__}", "underscore"),
@@ -244,10 +242,8 @@ def test_a_decorated_function_keeps_its_metadata():
         return region
 
     assert (build.__name__, build.__doc__) == ("build", "Build it.")
-    assert (
-        str(inspect.signature(build))
-        == "(region: 'str', day: 'str' = 'today') -> 'str'"
-    )
+    signature = str(inspect.signature(build))
+    assert signature == "(region: 'str', day: 'str' = 'today') -> 'str'"
     assert not inspect.iscoroutinefunction(build)
     assert repr(db_lock("a:{b}", busy="skip")) == "<LockDecorator 'a:{b}' busy='skip'>"
     assert repr(db_lock("a", busy="raise")).startswith("<LockDecorator")

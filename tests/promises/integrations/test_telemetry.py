@@ -63,11 +63,8 @@ def test_a_hold_is_logged_with_key_holder_token_waited_and_held(
     who = f"by {hold.claim.holder}, token {hold.token}, waited 0.000 s"
     assert got.getMessage() == f"'stock:7' acquired {who}"
     assert gave.getMessage() == f"'stock:7' released {who}, held 2.500 s"
-    assert (gave.lock_key, gave.lock_holder, gave.lock_token) == (
-        "stock:7",
-        hold.claim.holder,
-        hold.token,
-    )
+    facts = (gave.lock_key, gave.lock_holder, gave.lock_token)
+    assert facts == ("stock:7", hold.claim.holder, hold.token)
     assert (got.lock_waited, got.lock_held, gave.lock_held) == (0.0, None, 2.5)
     caplog.clear()
     with held_elsewhere("stock:7", holder="web-2:1:x"), suppress(LockTimeout):
@@ -99,11 +96,9 @@ def test_a_slow_hold_is_a_warning_and_a_quicker_one_is_not(caplog, frozen_lock_c
         lose(hold)
     assert "was held for 3.000 s" in caplog.text
     for option in ("slow_wait", "slow_hold"):
-        with (
-            slow(**{option: "long"}),
-            pytest.raises(ImproperlyConfigured, match=option),
-        ):
-            db_lock("stock:7").acquire()
+        with slow(**{option: "long"}):
+            with pytest.raises(ImproperlyConfigured, match=option):
+                db_lock("stock:7").acquire()
 
 
 @slow(slow_wait=2)
@@ -115,10 +110,8 @@ def test_a_slow_wait_is_a_warning_whether_or_not_it_got_the_key(
             with suppress(LockTimeout):
                 db_lock("stock:7", timeout=timeout).acquire()
     (record,) = caplog.records
-    assert record.getMessage().startswith(
-        "'stock:7': a caller waited 2.000 s, longer than slow_wait (2 s): not acquired,"
-        " held by web-2"
-    )
+    said = "'stock:7': a caller waited 2.000 s, longer than slow_wait (2 s): not"
+    assert record.getMessage().startswith(f"{said} acquired, held by web-2")
     caplog.clear()
     with held_elsewhere("stock:7", ttl=5), db_lock("stock:7", timeout=10) as hold:
         assert hold.waited > 5
@@ -140,14 +133,10 @@ def test_waits_and_holds_are_measured_by_group_and_scope(
         ("stock", "lease", "acquired", "default"): 2,
         ("", "lease", "acquired", "default"): 1,
     }
-    assert measured("dlocks.hold.duration", "group", "outcome") == {
-        ("stock", "released"): 2,
-        ("", "released"): 1,
-    }
+    found = measured("dlocks.hold.duration", "group", "outcome")
+    assert found == {("stock", "released"): 2, ("", "released"): 1}
     (scope,) = sdk.get_metrics_data().resource_metrics[0].scope_metrics
-    (hold,) = [
-        metric for metric in scope.metrics if metric.name == "dlocks.hold.duration"
-    ]
+    (hold,) = [one for one in scope.metrics if one.name == "dlocks.hold.duration"]
     assert hold.unit == "s"
     assert sum(point.sum for point in hold.data.data_points) == pytest.approx(9)
     assert hold.data.data_points[0].explicit_bounds[0] == 0.001
@@ -170,11 +159,8 @@ def test_contention_timeouts_losses_and_takeovers_are_counted(
         lose(hold)
     assert measured("dlocks.losses", "group") == {("stock",): 1}
     resume_hold(db_lock("stock:7").acquire().detach()).release()
-    assert measured("dlocks.hold.duration", "outcome") == {
-        ("released",): 2,
-        ("lost",): 1,
-        ("detached",): 1,
-    }
+    found = measured("dlocks.hold.duration", "outcome")
+    assert found == {("released",): 2, ("lost",): 1, ("detached",): 1}
 
 
 @pytest.mark.storage
@@ -218,9 +204,8 @@ def test_holds_and_waits_are_child_spans(spans, frozen_lock_clock):
         assert span.parent.span_id == request.get_span_context().span_id
         assert span.attributes["dlocks.key"] == "stock:7"
         assert span.attributes["dlocks.token"] == hold.token
-    assert (wait.end_time - wait.start_time) / 1e9 == pytest.approx(
-        hold.waited, abs=0.5
-    )
+    seconds = (wait.end_time - wait.start_time) / 1e9
+    assert seconds == pytest.approx(hold.waited, abs=0.5)
     assert held.attributes["dlocks.takeover"] is True
     assert held.attributes["dlocks.outcome"] == "released"
     with suppress(LockLost), db_lock("stock:8") as hold:
@@ -334,9 +319,8 @@ def test_the_dashboard_and_the_alerts_use_existing_metrics():
     board = json.loads((CONTRIB / "grafana" / "dlocks.json").read_text())
     alerts = yaml.safe_load((CONTRIB / "prometheus" / "alerts.yml").read_text())
     rules = alerts["groups"][0]["rules"]
-    expressions = [
-        target["expr"] for panel in board["panels"] for target in panel["targets"]
-    ]
+    targets = [one for panel in board["panels"] for one in panel["targets"]]
+    expressions = [target["expr"] for target in targets]
     expressions += [rule["expr"] for rule in rules]
     expressions += [one["query"] for one in board["templating"]["list"][1:]]
     used = set(re.findall(r"\bdlocks_\w+", " ".join(expressions)))

@@ -109,17 +109,15 @@ def test_all_of_theirs_can_be_taken_without_scripts(browser, boss, article):
 class EveryKindForm(VersionedModelForm):
     """A field of each kind of control."""
 
+    counters, choices = Counter.objects.order_by("name"), [("a", "A"), ("b", "B")]
     lists = forms.ModelMultipleChoiceField(
-        Counter.objects.order_by("name"),
-        widget=FilteredSelectMultiple("counters", False),
+        counters, widget=FilteredSelectMultiple("counters", False)
     )
-    several = forms.ModelMultipleChoiceField(Counter.objects.order_by("name"))
+    several = forms.ModelMultipleChoiceField(counters)
     boxes = forms.MultipleChoiceField(
-        choices=[("a", "A"), ("b", "B")], widget=forms.CheckboxSelectMultiple
+        choices=choices, widget=forms.CheckboxSelectMultiple
     )
-    radio = forms.ChoiceField(
-        choices=[("a", "A"), ("b", "B")], widget=forms.RadioSelect
-    )
+    radio = forms.ChoiceField(choices=choices, widget=forms.RadioSelect)
     flag = forms.BooleanField(required=False)
     moment = forms.SplitDateTimeField(widget=AdminSplitDateTime)
 
@@ -129,27 +127,15 @@ class EveryKindForm(VersionedModelForm):
 
 
 YOURS = {
-    "title": ["yours"],
-    "author": ["Ada"],
-    "lists": ["Ada"],
-    "several": ["Ada"],
-    "boxes": ["a"],
-    "radio": ["a"],
-    "flag": ["on"],
-    "moment_0": ["2026-11-21"],
-    "moment_1": ["12:30:00"],
-}
+    "title": ["yours"], "author": ["Ada"], "lists": ["Ada"], "several": ["Ada"],
+    "boxes": ["a"], "radio": ["a"], "flag": ["on"],
+    "moment_0": ["2026-11-21"], "moment_1": ["12:30:00"],
+}  # fmt: skip
 THEIRS = {
-    "title": ["theirs"],
-    "author": ["Bob"],
-    "lists": ["Bob", "Cid"],
-    "several": ["Bob", "Cid"],
-    "boxes": ["b"],
-    "radio": ["b"],
-    "flag": [],
-    "moment_0": ["2027-01-02"],
-    "moment_1": ["03:04:05"],
-}
+    "title": ["theirs"], "author": ["Bob"], "lists": ["Bob", "Cid"],
+    "several": ["Bob", "Cid"], "boxes": ["b"], "radio": ["b"], "flag": [],
+    "moment_0": ["2027-01-02"], "moment_1": ["03:04:05"],
+}  # fmt: skip
 
 # What the form would send.
 SENT = """() => {
@@ -167,9 +153,8 @@ def test_theirs_can_be_taken_in_every_kind_of_control(
     browser, boss, article, monkeypatch
 ):
     """Choices, lists, boxes, dates and fields with autocompletion have the button."""
-    counters = {
-        name: Counter.objects.create(name=name) for name in ("Ada", "Bob", "Cid")
-    }
+    names = ("Ada", "Bob", "Cid")
+    counters = {name: Counter.objects.create(name=name) for name in names}
     # The values that are not the model's.
     stored = {}
 
@@ -177,19 +162,10 @@ def test_theirs_can_be_taken_in_every_kind_of_control(
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **{**kwargs, "initial": dict(stored)})
 
-    for model, options in (
-        (Counter, {"search_fields": ["name"], "ordering": ["name"]}),
-        (
-            Article,
-            {
-                "form": Form,
-                "autocomplete_fields": ["author"],
-                "fieldsets": None,
-                "inlines": [],
-                "readonly_fields": [],
-            },
-        ),
-    ):
+    found = {"search_fields": ["name"], "ordering": ["name"]}
+    edited = {"form": Form, "autocomplete_fields": ["author"], "fieldsets": None}
+    edited |= {"inlines": [], "readonly_fields": []}
+    for model, options in ((Counter, found), (Article, edited)):
         for name, value in options.items():
             monkeypatch.setattr(admin.site.get_model_admin(model), name, value)
     page = browser.page(boss)
@@ -207,14 +183,9 @@ def test_theirs_can_be_taken_in_every_kind_of_control(
     page.locator("[name=moment_1]").fill("12:30:00")
     Article.objects.update(title="theirs", author=counters["Bob"])
     both = [counters["Bob"].pk, counters["Cid"].pk]
-    stored.update(
-        lists=both,
-        several=both,
-        boxes=["b"],
-        radio="b",
-        flag=None,
-        moment=datetime(2027, 1, 2, 3, 4, 5, tzinfo=get_current_timezone()),
-    )
+    moment = datetime(2027, 1, 2, 3, 4, 5, tzinfo=get_current_timezone())
+    stored.update(lists=both, several=both, boxes=["b"], radio="b", moment=moment)
+    stored["flag"] = None
     save(page)
 
     browser.expect(page.locator(".dlocks-conflict")).to_be_visible()

@@ -6,15 +6,12 @@ It runs in a process of its own.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.front
+from tests.scripts import run_python
 
-ROOT = Path(__file__).parent.parent.parent
+pytestmark = pytest.mark.front
 
 CODE = """
 import json
@@ -93,14 +90,7 @@ def test_a_history_records_the_version_of_each_write():
     Versions of bulk writes are recorded too. So is version 0 of a row that is older
     than the column.
     """
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", CODE + WRITES],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = run_python("-c", CODE + WRITES)
     assert done.returncode == 0, done.stderr
     articles, pages, machines, bulk = json.loads(done.stdout)
     assert articles == [["a", 1], ["b", 2], ["c", 3]]
