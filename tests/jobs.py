@@ -14,10 +14,14 @@ import traceback
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
+from io import StringIO
 from pathlib import Path
 
 from asgiref.sync import ThreadSensitiveContext, sync_to_async
-from django.db import connections, transaction
+from django.contrib.auth.models import Group, Permission
+from django.contrib.contenttypes.models import ContentType
+from django.core.management import CommandError, call_command
+from django.db import OperationalError, connection, connections, transaction
 
 from dlocks import (
     LockBackendError,
@@ -27,8 +31,22 @@ from dlocks import (
     db_lock,
     db_rwlock,
     db_semaphore,
+    resume_hold,
+    run_once,
 )
-from tests.internals import HANDOVER_LEASE, Claim, backends, history, keeper, waiters_of
+from tests.internals import (
+    HANDOVER_LEASE,
+    Claim,
+    LockClaim,
+    ResourceLock,
+    backends,
+    check_tables,
+    history,
+    keeper,
+    operations,
+    waiters_of,
+)
+from tests.models import Counter
 from tests.processes import go_far_away
 from tests.servers import die_with_parent
 from tests.timing import in_time
@@ -103,8 +121,6 @@ def come_at_once(pipe, key, threads, **policy):
 
 def lock_row(pipe, key, using="default"):
     """Lock a key's row with a separate statement until notified."""
-    from tests.internals import ResourceLock
-
     with transaction.atomic(using=using):
         ResourceLock.objects.using(using).select_for_update().get(key_resource=key)
         pipe.say("locked")
@@ -117,8 +133,6 @@ def lock_claim(pipe, **which):
 
     A claim with a version is a shared hold, one without is in the queue.
     """
-    from tests.internals import LockClaim
-
     with transaction.atomic():
         first = LockClaim.objects.filter(**which).order_by("pk").first()
         LockClaim.objects.select_for_update().get(pk=first.pk)
@@ -192,10 +206,6 @@ def write_again_and_again(pipe, key):
 
     Return the number of writes.
     """
-    from django.db import OperationalError, connection
-
-    from tests.internals import ResourceLock
-
     if connection.vendor == "mysql":
         with connection.cursor() as cursor:
             cursor.execute("SET innodb_lock_wait_timeout = 1")
@@ -231,8 +241,6 @@ def write_and_ask(pipe, key, **policy):
 
     Return the reason why the lock was refused, and the number of rows written.
     """
-    from django.contrib.auth.models import Group
-
     refusal = ""
     with transaction.atomic():
         Group.objects.create(name=key)
@@ -244,8 +252,6 @@ def write_and_ask(pipe, key, **policy):
 
 
 def what_the_check_says(pipe):
-    from tests.internals import check_tables
-
     return [
         (message.id, message.msg) for message in check_tables(databases=["default"])
     ]
@@ -253,11 +259,6 @@ def what_the_check_says(pipe):
 
 def migrate_dlocks(pipe):
     """Create a database with the tables of dlocks and of permissions."""
-    from django.contrib.auth.models import Group, Permission
-    from django.contrib.contenttypes.models import ContentType
-    from django.core.management import call_command
-    from django.db import connection
-
     _create_database()
     call_command("migrate", "dlocks", verbosity=0)
     # All migrations of Django would take longer than the tests.
@@ -267,8 +268,6 @@ def migrate_dlocks(pipe):
 
 
 def migrate_databases(pipe, *names):
-    from django.core.management import call_command
-
     for name in names:
         call_command("migrate", "dlocks", database=name, verbosity=0)
 
@@ -340,8 +339,6 @@ def try_and_time(pipe, key, **policy):
 
 def state(pipe, key):
     """Return the row as it is committed now."""
-    from tests.internals import ResourceLock
-
     return (
         ResourceLock.objects.by_clock()
         .filter(pk=key)
@@ -508,8 +505,6 @@ def count_through_trouble(pipe, path, key, *, times, **policy):
 
 def other_sessions(pipe=None):
     """Return the server's ids of all sessions on this database but our own."""
-    from django.db import connection
-
     with connection.cursor() as cursor:
         cursor.execute(
             "SELECT pid FROM pg_stat_activity WHERE pid <> pg_backend_pid() AND"
@@ -523,8 +518,6 @@ def other_sessions(pipe=None):
 
 def kill_other_sessions(pipe, but=()):
     """Close other sessions from the server's side. Return their number."""
-    from django.db import OperationalError, connection
-
     sessions = other_sessions() - set(but)
     is_postgresql = connection.vendor == "postgresql"
     with connection.cursor() as cursor:
@@ -669,7 +662,6 @@ def lock_of(key, **policy):
 
 def run_job(pipe, key, *, wait=False, **policy):
     """Start a job that every node starts. Return whether it ran here."""
-    from dlocks import run_once
 
     @run_once(key, **policy)
     def job():
@@ -683,8 +675,6 @@ def run_job(pipe, key, *, wait=False, **policy):
 
 def resume(pipe, text):
     """Resume a hold, send its token, and release it when notified."""
-    from dlocks import resume_hold
-
     with resume_hold(text) as held:
         pipe.say(held.token)
         pipe.hear()
@@ -693,8 +683,6 @@ def resume(pipe, text):
 
 
 def try_to_resume(pipe, text):
-    from dlocks import resume_hold
-
     try:
         held = resume_hold(text)
     except LockError as error:
@@ -712,8 +700,6 @@ def write_under(pipe, key, name, value, *, guard, stop_inside=False, **policy):
 
     The write is in ``hold.atomic()``, or in a transaction that does not check the lock.
     """
-    from tests.models import Counter
-
     hold = db_lock(key, **policy).acquire()
     pipe.say(hold.token)
     try:
@@ -790,9 +776,6 @@ def hang_in_queue(pipe, key, tasks, **policy):
 
     Return the outcome of each task.
     """
-    import asyncio
-
-    from tests.internals import LockClaim
 
     async def wait():
         async with db_lock(key, **policy):
@@ -817,10 +800,6 @@ def write_by_second_alias(pipe, key, *, level="READ COMMITTED", **policy):
 
     Return the reasons why other aliases are refused.
     """
-    from django.db import connections
-
-    from tests.models import Counter
-
     usual = connections.databases["default"]
     connections.databases["second"] = {**usual}
     connections.databases["elsewhere"] = {**usual, "NAME": "elsewhere"}
@@ -853,8 +832,6 @@ def leave_by_second_alias(pipe, *keys, **policy):
 
     That transaction keeps the keys. It ends when the test sends a message.
     """
-    from django.db import connections
-
     connections.databases["second"] = {**connections.databases["default"]}
     try:
         with transaction.atomic(using="second"):
@@ -957,7 +934,6 @@ def _note(log, *facts):
 
 def line(pipe, key):
     """Return the processes queued for a key in order, and its holder."""
-    from tests.internals import LockClaim, ResourceLock
 
     def process(holder):
         return int(holder.split(":")[1]) if holder else 0
@@ -987,8 +963,6 @@ def threads(pipe):
 
 def waiters(pipe, key):
     """Return the number of claims, and the number that the lock row has counted."""
-    from tests.internals import LockClaim, ResourceLock
-
     rows = ResourceLock.objects.filter(pk=key).values_list("waiters", "shares")
     return LockClaim.objects.filter(key_resource=key).count(), sum(
         sum(row) for row in rows
@@ -996,14 +970,10 @@ def waiters(pipe, key):
 
 
 def write_channels(pipe, channel):
-    from tests.internals import LockClaim
-
     LockClaim.objects.update(channel=channel)
 
 
 def listens(pipe, *, listening=None):
-    from tests.internals import backends
-
     backend = backends["default"]
     backend.listening = listening
     try:
@@ -1086,10 +1056,6 @@ def run_sql(pipe, sql):
 
 def run_command(pipe, *words):
     """Run a command of dlocks. Return its output, or the message of its error."""
-    from io import StringIO
-
-    from django.core.management import CommandError, call_command
-
     out = StringIO()
     try:
         call_command(*words, stdout=out)
@@ -1118,8 +1084,6 @@ def hold_and_fork(pipe, key, **policy):
 
 def take_turns(pipe, key, *, times, **policy):
     """Acquire the key a number of times, and return the number of polls."""
-    from tests.internals import backends
-
     backend, looked = backends["default"], []
     look = backend.poll
     # An earlier job may have started polling.
@@ -1141,8 +1105,6 @@ def take_turns(pipe, key, *, times, **policy):
 
 def whole_cycle(pipe, using):
     """Use locks in all the ways an application does. Return the steps done."""
-    from dlocks import db_rwlock, db_semaphore, resume_hold
-
     done, went_wrong, own = [], [], f"least:{os.getpid()}"
 
     def wait():
@@ -1187,8 +1149,6 @@ def rights(pipe, name):
 
     Return its result or its error.
     """
-    from tests.internals import backends, operations
-
     backend = backends["default"]
     calls = {
         "purge": lambda: sum(backend.purge(0)),
@@ -1213,8 +1173,6 @@ def lease_in_a_transaction(pipe, key):
 
     Return the number of rows that show it as held.
     """
-    from tests.internals import ResourceLock
-
     with transaction.atomic():
         with db_lock(key, scope="lease"):
             return ResourceLock.objects.filter(pk=key, status="P").count()
@@ -1225,8 +1183,6 @@ def write_and_try(pipe, key, **policy):
 
     Return the outcome and the number of committed rows.
     """
-    from django.contrib.auth.models import Group
-
     with transaction.atomic():
         Group.objects.create(name=key)
         try:
@@ -1243,10 +1199,6 @@ def outwait_a_row(pipe, key, locked, **policy):
     Return the server's error number, and the results of ``check()`` and ``release()``
     after it.
     """
-    from django.db import OperationalError
-
-    from tests.internals import ResourceLock
-
     outcomes = []
     with transaction.atomic():
         hold = db_lock(key, scope="transaction", **policy).acquire()
@@ -1265,8 +1217,6 @@ def outwait_a_row(pipe, key, locked, **policy):
 
 def cipher(pipe):
     """Return the cipher of this process's MySQL connection, empty without TLS."""
-    from django.db import connection
-
     with connection.cursor() as cursor:
         cursor.execute("SHOW SESSION STATUS LIKE 'Ssl_cipher'")
         return cursor.fetchone()[1]

@@ -127,7 +127,7 @@ def test_the_stale_action_ends_stale_holds_and_dead_claims(clearer):
     }
 
 
-@pytest.mark.driver
+@pytest.mark.storage
 def test_a_lock_that_is_renewed_before_the_write_is_not_cleared(boss, settings):
     """A lock that is renewed or acquired just before the write is not cleared.
 

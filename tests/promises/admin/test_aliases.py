@@ -18,6 +18,7 @@ from tests.promises.admin.pages import (
     RECORDS,
     detail,
     fields,
+    forms,
     page,
     person,
     text_of,
@@ -168,27 +169,26 @@ def test_an_action_applies_to_the_chosen_alias(boss):
     assert LockClaim.objects.count() == 1
 
 
-def test_the_page_of_a_lock_clears_the_lock_of_its_alias(boss):
+def test_the_pages_of_an_alias_act_on_its_locks(boss):
+    """The page of a lock clears the lock of its alias.
+
+    A release returns to the control room of the alias.
+    """
     rows.stale("b:1")
     text = page(boss.get(f"{LIVE}?{OTHER}&key=b:1"))
     (address,) = {link for link in links(text) if "/change/" in link}
     text = page(boss.get(address))
     assert "<strong>b &amp; c</strong>" in text
     (action,) = {link for link in links(text) if link.startswith(f"{LIST}?alias")}
-    shown = html.unescape(re.search(r'name="shown" value="([^"]*)"', text)[1])
-    form = {"action": CLEAR, "_selected_action": ["b:1"], "shown": [shown]}
+    (form,) = forms(text, CLEAR)
     text = told(page(boss.post(action, form, follow=True)))
     assert "1 stale lock was cleared: b:1" in text
-
-
-def test_a_release_returns_to_the_control_room_of_the_alias(boss):
-    rows.held("b:1")
+    rows.held("b:2")
     live = f"{LIVE}?{OTHER}&page=1"
     text = page(boss.get(live))
-    form = {**fields(text), "_selected_action": ["b:1"]}
-    form.pop("reason", None)
     address = f"{LIST}?{OTHER}"
     assert address in links(text)
+    (form,) = forms(text, FORCE)
     text = page(boss.post(address, form))
     assert live in links(text)
     assert boss.post(address, fields(text)).url == live

@@ -11,7 +11,6 @@ from dlocks import LockLost, db_lock
 from dlocks.models import LockClaim, ResourceLock
 from tests import jobs, rows
 from tests.promises.commands.running import refused, run
-from tests.promises.interposed import before_clear
 
 pytestmark = [pytest.mark.front, pytest.mark.django_db]
 
@@ -135,18 +134,6 @@ def test_a_lock_that_changed_hands_during_the_question_is_kept(answer):
         row.update(status="P", end_time=rows.FUTURE)
         answer("y", before=change)
         assert why in refused("clear_lock", "b", "--reason", "tests")
-
-
-@pytest.mark.storage
-def test_a_change_before_the_write_is_detected(settings):
-    """A change between the last read and the write is detected by the version."""
-    rows.stale("a")
-    row = ResourceLock.objects.filter(pk="a")
-    late = {"version": 1001, "end_time": rows.FUTURE}
-    before_clear(settings, lambda key: row.update(**late))
-    message = refused("clear_lock", "a", *YES)
-    assert "acquired by another holder in the meantime" in message
-    assert rows.now("a").state == "held"
 
 
 @pytest.mark.storage

@@ -7,7 +7,7 @@ import json
 import pickle
 import random
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 
 import pytest
@@ -432,12 +432,33 @@ def test_a_claim_of_a_row_that_is_not_in_the_snapshot(use, in_second_connection)
     assert Crane.objects.get().fence == (7 if claimed else 5)
 
 
+@pytest.fixture
+def in_old_snapshot(in_second_connection):
+    """Return a function that works in a transaction after another connection's write.
+
+    The snapshot of the transaction is older. Return the result, or None if PostgreSQL
+    refuses the work.
+    """
+
+    def run(model, meanwhile, work):
+        try:
+            with transaction.atomic():
+                assert model.objects.exists()
+                in_second_connection(meanwhile)
+                return work()
+        except OperationalError as error:
+            assert is_conflict(error)
+            return None
+
+    return run
+
+
 @of_snapshots
 @for_each("use", ["queryset", "instance"])
 @for_each("token", [6, 7])
 @BOTH
 def test_a_claim_in_an_old_snapshot_reads_the_last_values(
-    model, token, use, in_second_connection
+    model, token, use, in_old_snapshot
 ):
     """At REPEATABLE READ a save after a claim loses no update either.
 
@@ -453,40 +474,32 @@ def test_a_claim_in_an_old_snapshot_reads_the_last_values(
         setattr(mine, name, 10)
         mine.save()
 
-    added = 0
-    try:
-        with transaction.atomic():
-            assert model.objects.exists()
-            in_second_connection(write)
-            if use == "queryset":
-                row = model.objects.claim(row.pk, 7)
-            else:
-                row.claim(7)
-            setattr(row, name, getattr(row, name) + 1)
-            row.save()
-            added = 1
-    except OperationalError as error:
-        assert is_conflict(error)
-    assert getattr(model.objects.get(), name) == 10 + added
+    def add():
+        mine = model.objects.claim(row.pk, 7) if use == "queryset" else row
+        if mine is row:
+            row.claim(7)
+        setattr(mine, name, getattr(mine, name) + 1)
+        mine.save()
+        return 1
+
+    added = in_old_snapshot(model, write, add)
+    assert getattr(model.objects.get(), name) == 10 + (added or 0)
 
 
 @of_snapshots
 @for_each("write", ["update", "delete"])
 @BOTH
-def test_a_hold_in_two_connections_writes_all_rows(model, write, in_second_connection):
+def test_a_hold_in_two_connections_writes_all_rows(model, write, in_old_snapshot):
     """At REPEATABLE READ the hold's own token in another connection hides no row."""
     delete_all()
     model.objects.create()
-    written = 0
-    try:
-        with transaction.atomic():
-            assert model.objects.exists()
-            in_second_connection(lambda: model.objects.fenced(7).update(state="other"))
-            rows = model.objects.fenced(7)
-            written = rows.update(steps=1) if write == "update" else rows.delete()[0]
-            assert written
-    except OperationalError as error:
-        assert is_conflict(error)
+    rows = model.objects.fenced(7)
+
+    def work():
+        return rows.update(steps=1) if write == "update" else rows.delete()[0]
+
+    written = in_old_snapshot(model, lambda: rows.update(state="other"), work)
+    assert written != 0
     left = [row.steps for row in model.objects.all()]
     assert left == ([0] if not written else [1] if write == "update" else [])
 
@@ -496,26 +509,21 @@ def test_a_hold_in_two_connections_writes_all_rows(model, write, in_second_conne
 @for_each("write", ["update", "delete"])
 @BOTH
 def test_a_row_that_has_changed_since_the_snapshot_is_kept(
-    model, write, token, in_second_connection
+    model, write, token, in_old_snapshot
 ):
     """At REPEATABLE READ a filter is compared with the last committed values."""
     name = "arms" if model is Robot else "steps"
     delete_all()
-    row = model.objects.create(**{name: 1})
-    row.claim(min(token, 7))
-    try:
-        with transaction.atomic():
-            assert model.objects.exists()
-            in_second_connection(
-                lambda: model.objects.fenced(token).update(**{name: 2})
-            )
-            rows = model.objects.fenced(7).filter(**{name: 1})
-            if write == "update":
-                assert rows.update(**{name: 3}) == 0
-            else:
-                assert rows.delete()[0] == 0
-    except (OperationalError, StaleToken) as error:
-        assert isinstance(error, StaleToken) or is_conflict(error)
+    model.objects.create(**{name: 1}).claim(min(token, 7))
+
+    def work():
+        rows = model.objects.fenced(7).filter(**{name: 1})
+        written = rows.update(**{name: 3}) if write == "update" else rows.delete()[0]
+        assert written == 0
+
+    change = partial(model.objects.fenced(token).update, **{name: 2})
+    with suppress(StaleToken):
+        in_old_snapshot(model, change, work)
     assert getattr(model.objects.get(), name) == 2
 
 
