@@ -12,18 +12,7 @@ from django.test import Client
 from django.urls import reverse
 
 from tests import rows
-
-LIST = "/admin/dlocks/resourcelock/"
-LIVE = f"{LIST}live/"
-RECORDS = "/admin/dlocks/holdrecord/"
-CLEAR, FORCE, PURGE = "clear_stale_locks", "force_release", "delete_unused_rows"
-HOSTILE = "<img src=x onerror=alert(1)>\"'><script>alert(2)</script>"
-ODD_KEYS = [
-    "<script>alert(1)</script>", "'; DROP TABLE dlocks_resourcelock; --",
-    "tenant/42/import", "a\nb", "a\r\nb", "a\rb",
-    "emoji 🔒", "100%41", "a b ", "../..", "_0A", "add", '"quoted" & more',
-    "\u202egnp.exe", "x" * 255,
-]  # fmt: skip
+from tests.promises.admin.names import LIST
 
 
 def detail(key: str, page: str = "change") -> str:

@@ -12,11 +12,8 @@ from django.utils import timezone
 from dlocks import LockBackendError, LockLost, db_lock, db_semaphore
 from dlocks.models import LockClaim, ResourceLock
 from tests import jobs, rows
+from tests.promises.admin.names import CLEAR, FORCE, LIST, PURGE
 from tests.promises.admin.pages import (
-    CLEAR,
-    FORCE,
-    LIST,
-    PURGE,
     act,
     confirm,
     detail,

@@ -10,12 +10,8 @@ import pytest
 
 from dlocks.models import LockClaim
 from tests import rows
+from tests.promises.admin.names import CLEAR, FORCE, LIST, LIVE, RECORDS
 from tests.promises.admin.pages import (
-    CLEAR,
-    FORCE,
-    LIST,
-    LIVE,
-    RECORDS,
     detail,
     fields,
     forms,

@@ -20,7 +20,8 @@ from dlocks.values import Claim
 from example_project.shop.models import Product
 from tests import rows
 from tests.models import Article, Comment
-from tests.promises.admin.pages import LIST, LIVE, RECORDS, detail, person
+from tests.promises.admin.names import LIST, LIVE, RECORDS
+from tests.promises.admin.pages import detail, person
 from tests.promises.admin.test_control_room_browser import busy_hour
 
 pytestmark = [pytest.mark.engine("sqlite"), pytest.mark.pages]

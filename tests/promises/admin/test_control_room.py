@@ -19,17 +19,8 @@ from dlocks import LockBackendError, db_lock, db_rwlock
 from dlocks.models import LockClaim, ResourceLock
 from dlocks.testing import held_elsewhere
 from tests import rows
-from tests.promises.admin.pages import (
-    FORCE,
-    HOSTILE,
-    LIST,
-    LIVE,
-    ODD_KEYS,
-    detail,
-    page,
-    person,
-    text_of,
-)
+from tests.promises.admin.names import FORCE, HOSTILE, LIST, LIVE, ODD_KEYS
+from tests.promises.admin.pages import detail, page, person, text_of
 from tests.promises.interposed import REPORTING, Reporting
 
 pytestmark = [pytest.mark.front, pytest.mark.django_db]

@@ -12,7 +12,8 @@ import pytest
 from dlocks.models import HoldRecord, LockClaim, ResourceLock
 from tests import jobs, rows
 from tests.browser import picture
-from tests.promises.admin.pages import HOSTILE, LIST, LIVE, person
+from tests.promises.admin.names import HOSTILE, LIST, LIVE
+from tests.promises.admin.pages import person
 
 # The page behaves the same on every engine. test_control_room.py tests its content on
 # each.

@@ -15,18 +15,8 @@ from dlocks import LockError, LockLost, LockStale, LockTimeout, db_lock
 from dlocks.testing import lose
 from tests import rows
 from tests.for_each import for_each
-from tests.promises.admin.pages import (
-    CLEAR,
-    FORCE,
-    LIST,
-    LIVE,
-    PURGE,
-    act,
-    detail,
-    fields,
-    log,
-    page,
-)
+from tests.promises.admin.names import CLEAR, FORCE, LIST, LIVE, PURGE
+from tests.promises.admin.pages import act, detail, fields, log, page
 from tests.promises.commands.running import run
 
 pytestmark = [pytest.mark.front, pytest.mark.django_db]

@@ -14,13 +14,8 @@ from django.test import RequestFactory
 from dlocks import db_lock
 from dlocks.models import LockClaim, ResourceLock
 from tests import rows
+from tests.promises.admin.names import CLEAR, FORCE, LIST, LIVE, ODD_KEYS, PURGE
 from tests.promises.admin.pages import (
-    CLEAR,
-    FORCE,
-    LIST,
-    LIVE,
-    ODD_KEYS,
-    PURGE,
     act,
     actions,
     confirm,

@@ -10,15 +10,8 @@ from django.urls import reverse
 
 from dlocks.models import HoldRecord
 from tests import rows
-from tests.promises.admin.pages import (
-    HOSTILE,
-    LIVE,
-    ODD_KEYS,
-    RECORDS,
-    page,
-    person,
-    text_of,
-)
+from tests.promises.admin.names import HOSTILE, LIVE, ODD_KEYS, RECORDS
+from tests.promises.admin.pages import page, person, text_of
 
 pytestmark = [pytest.mark.front, pytest.mark.django_db]
 

@@ -13,12 +13,8 @@ from django.test import Client
 
 from dlocks.models import LockClaim, ResourceLock
 from tests import rows
+from tests.promises.admin.names import CLEAR, FORCE, LIST, LIVE, PURGE
 from tests.promises.admin.pages import (
-    CLEAR,
-    FORCE,
-    LIST,
-    LIVE,
-    PURGE,
     act,
     actions,
     confirm,

@@ -400,8 +400,14 @@ async def test_async_work_is_cancelled_when_the_lead_ends():
     lose(one.key, using="memory")
     await working.wait()
     assert told == ["began", "cancelled", "deposed", "began"]
-    waits = asyncio.create_task(asyncio.to_thread(one.wait, 60))
-    await asyncio.sleep(0)
+    waiting = threading.Event()
+
+    def wait():
+        waiting.set()
+        return one.wait(60)
+
+    waits = asyncio.create_task(asyncio.to_thread(wait))
+    await asyncio.to_thread(waiting.wait, 10)
     assert await sync_to_async(one.stop)(20)
     assert await asyncio.wait_for(waits, 5) is False
     await running

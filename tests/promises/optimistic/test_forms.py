@@ -37,6 +37,10 @@ from dlocks.optimistic.forms import (
 )
 from tests.for_each import for_each
 from tests.models import Article, Comment, Counter
+from tests.promises.admin.conftest import boss
+from tests.promises.admin.pages import page
+
+__all__ = ["boss"]
 
 pytestmark = [pytest.mark.front, pytest.mark.django_db]
 
@@ -52,13 +56,6 @@ class ArticleForm(VersionedModelForm):
 @pytest.fixture
 def article():
     return Article.objects.create(title="first", body="text", views=3)
-
-
-@pytest.fixture
-def boss():
-    client = Client()
-    client.force_login(User.objects.create_superuser("boss", password="x"))
-    return client
 
 
 # Controls that belong to no field, or that a click on another button leaves out.
@@ -86,11 +83,6 @@ def sent(text: str, **changes) -> dict:
         if name in OTHERS or name.startswith("_"):
             del data[name]
     return {**data, **changes}
-
-
-def page(response) -> str:
-    assert response.status_code == 200
-    return response.content.decode()
 
 
 def visible(text: str) -> str:
