@@ -54,6 +54,13 @@ PYTHON = (
     "tests/test_decorators.py",
     "tests/promises/database/test_transactions.py",
 )
+# Promises that depend on the version of Django alone.
+DJANGO = (
+    "tests/promises/admin",
+    "tests/promises/commands",
+    "tests/promises/election",
+    "tests/promises/optimistic",
+)
 # Tests that depend on both the version of Django and the engine.
 QUERIES = ("tests/promises/admin", "tests/promises/commands")
 # Shards per Python version. Two or three versions run in parallel.
@@ -173,7 +180,7 @@ def run(version: str, python: Path) -> str:
         # other processes do to a holder. Pages depend on Django's.
         words = ["-m 'not once'", *map("--ignore={}".format, NEITHER)]
         if version != VERSIONS[-1]:
-            words += PYTHON
+            words += [*PYTHON, *map("--ignore={}".format, DJANGO)]
         which = " ".join(words)
         environ["PYTEST_ADDOPTS"] = f"{environ.get('PYTEST_ADDOPTS', '')} {which}"
     environ.setdefault("DLOCKS_TEST_SHARDS", str(SHARDS))

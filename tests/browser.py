@@ -22,25 +22,14 @@ PROGRAMS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-c
 # takes two seconds of processor time. The list replaces that of Playwright, so it
 # repeats some features that Playwright disables too.
 WITHOUT = (
-    "WebUIOmniboxPopup",
-    "WebUIOmniboxAimPopup",
-    "AimEnabled",
-    "HttpsUpgrades",
-    "MediaRouter",
-    "OptimizationHints",
-    "PaintHolding",
-)
+    "WebUIOmniboxPopup", "WebUIOmniboxAimPopup", "AimEnabled", "HttpsUpgrades",
+    "MediaRouter", "OptimizationHints", "PaintHolding",
+)  # fmt: skip
 FLAGS = (
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
     f"--disable-features={','.join(WITHOUT)}",
-)
+)  # fmt: skip
 
 
 class Browser:
@@ -65,9 +54,8 @@ class Browser:
         for context in self._contexts:
             context.close()
         if self._troubles and error is None:
-            raise AssertionError(
-                "The pages had troubles:\n" + "\n".join(self._troubles)
-            )
+            troubles = "\n".join(self._troubles)
+            raise AssertionError(f"The pages had troubles:\n{troubles}")
 
     def page(self, client: Client | None = None, **options: Any) -> Any:
         """Open a page in a new browser context, logged in like the test client.
@@ -81,18 +69,13 @@ class Browser:
         )
         self._contexts.append(context)
         context.set_default_timeout(60_000)
-        context.on(
-            "weberror",
-            lambda error: self._troubles.append(f"error in the page: {error.error}"),
-        )
+        context.on("weberror", self._fail)
         context.on("console", self._hear)
         if client is not None:
-            context.add_cookies(
-                [
-                    {"name": name, "value": crumb.value, "url": self.address}
-                    for name, crumb in client.cookies.items()
-                ]
-            )
+            context.add_cookies([
+                {"name": name, "value": crumb.value, "url": self.address}
+                for name, crumb in client.cookies.items()
+            ])  # fmt: skip
         return context.new_page()
 
     def expect(self, subject: Any) -> Any:
@@ -102,14 +85,14 @@ class Browser:
         """
         return _thread.call(expect, subject)
 
+    def _fail(self, error: Any) -> None:
+        self._troubles.append(f"error in the page: {error.error}")
+
     def _hear(self, message: Any) -> None:
+        kind, place = message.type, message.location
         # Chromium requests the site's icon by itself.
-        if message.type in {"error", "warning"} and not message.location[
-            "url"
-        ].endswith("/favicon.ico"):
-            self._troubles.append(
-                f"{message.type} on the console: {message.text} ({message.location})"
-            )
+        if kind in {"error", "warning"} and not place["url"].endswith("/favicon.ico"):
+            self._troubles.append(f"{kind} on the console: {message.text} ({place})")
 
 
 def picture(subject: Any, name: str, **options: Any) -> None:
