@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import re
+from copy import copy
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -123,12 +124,10 @@ def test_the_list_shows_waiters_and_shared_holds(viewer):
         assert shown in line
     assert FORCE not in text
     assert CLEAR not in text
-    waiter = rows.waits("busy")
-    more = []
+    claim, more = rows.waits("busy"), []
     for number in range(101):
-        facts = {**vars(waiter), "id": None, "owner": f"{number:032}"}
-        facts.pop("_state")
-        more.append(LockClaim(**facts))
+        claim.id, claim.owner = None, f"{number:032}"
+        more.append(copy(claim))
     LockClaim.objects.bulk_create(more)
     text = page(viewer.get(detail("busy")))
     assert "And 3 more." in text

@@ -1,6 +1,8 @@
-"""The pauses of retry_on_conflict, and the marks of hidden values in forms."""
+"""Pauses of retries, marks of hidden values in forms, and the state of a copy."""
 
 from __future__ import annotations
+
+import copy
 
 import pytest
 from django import forms
@@ -69,3 +71,18 @@ def test_equal_secrets_have_different_marks():
         one = Article.objects.create(title=title, body="text")
         marks |= set(SecretForm(instance=one)._values.values())
     assert len(marks) == 4
+
+
+@pytest.mark.parametrize("adding", [True, False])
+def test_a_copy_with_a_state_of_its_own_starts_with_a_new_version(adding):
+    """Django documents this way to copy an instance."""
+    article = Article.objects.create(title="first")
+    article.save()
+    clone = copy.copy(article)
+    clone._state = copy.copy(article._state)
+    clone.pk, clone._state.adding = None, adding
+    clone.save()
+    assert clone.pk != article.pk
+    assert (clone.version, article.version) == (1, 2)
+    article.save()
+    clone.save()
