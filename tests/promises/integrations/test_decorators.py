@@ -13,7 +13,6 @@ from types import SimpleNamespace
 import pytest
 from asgiref.sync import sync_to_async
 from django.core.exceptions import SynchronousOnlyOperation
-from django.db import connection, transaction
 from django.http import HttpResponse
 from django.test import RequestFactory
 from django.utils import translation
@@ -503,24 +502,6 @@ async def test_the_typed_examples_run():
     await sync_to_async(typed_usage.check_several)(["a", "b"])
     await typed_usage.acheck_several()
     await typed_usage.acheck()
-
-
-# The real databases.
-
-
-@pytest.mark.django_db(transaction=True)
-class TestOnTheDatabase:
-    @pytest.fixture(autouse=True)
-    def memory_locks(self):
-        """Override the fixture, so that the tests use the database."""
-
-    def test_a_lock_in_a_transaction_of_a_request_ends_at_its_commit(self, is_busy):
-        view = locked_view("order:{pk}")(lambda request, pk: HttpResponse("done"))
-        with transaction.atomic():
-            assert view(REQUEST, pk=7).status_code == 200
-            if connection.vendor != "sqlite":
-                assert is_busy("order:7")
-        assert not is_busy("order:7")
 
 
 # The documentation page.
