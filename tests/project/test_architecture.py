@@ -1,12 +1,13 @@
-"""The structure of the package: layers, import circles, sizes and words.
+"""The structure of the package: import circles, sizes and words.
 
-The counts of old phrases may only shrink.
+``make lint`` checks the layers (``tool.importlinter`` in pyproject.toml).
 """
 
 import ast
 import re
 from pathlib import Path
 
+import grimp
 import pytest
 
 from tests.project.test_promises import is_public, named_in_the_docs
@@ -14,26 +15,9 @@ from tests.project.test_promises import is_public, named_in_the_docs
 pytestmark = [pytest.mark.once, pytest.mark.engine("sqlite")]
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-PACKAGE = ROOT / "dlocks"
+MODULES = sorted(ROOT.glob("dlocks/**/*.py"))
 LIMIT_OF_LINES = 600
 
-# Modules may import from their own layer and from those below. The longest prefix of a
-# module's name decides.
-LAYERS = {
-    0: ["audit", "exceptions", "keys", "runtime.clock", "runtime.threads", "text",
-        "values", "version"],
-    1: [
-        # The interface is below its implementations.
-        "backends.base", "backends.notifiers",
-        "fields", "models", "protocols", "runtime", "signals", "sql", "transactions",
-    ],
-    2: ["backends"],
-    3: ["conf", "core"],
-    4: ["api", "asgi", "checks", "decorators", "election", "history", "operations",
-        "responses", "schedules", "telemetry"],
-    5: ["", "admin", "apps", "management", "migrations", "optimistic",
-        "pytest_plugin", "testing"],
-}  # fmt: skip
 # Phrases that language reviews rejected.
 PHRASES = (
     r"\bWho(ever)? (?!is\b|are\b)[a-z]",
@@ -46,66 +30,26 @@ PHRASES = (
 )
 
 
-def module_of(path):
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+def test_modules_do_not_import_each_other_in_circles():
+    """A circle is also one through other modules, functions and imports for types.
 
-
-MODULES = {module_of(path): path for path in PACKAGE.rglob("*.py")}
-
-
-def imports_of(path):
-    """Yield every module of the package that a file imports.
-
-    This includes imports for type checkers and inside functions.
+    import-linter checks the layers, and knows circles of packages only.
     """
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        else:
-            continue
-        for name in names:
-            found = name if name in MODULES else name.rpartition(".")[0]
-            if found in MODULES:
-                yield found
+    graph = grimp.build_graph("dlocks", cache_dir=None)
 
-
-IMPORTS = {name: set(imports_of(path)) - {name} for name, path in MODULES.items()}
-
-
-def layer_of(module):
-    name = module.removeprefix("dlocks").removeprefix(".")
-    known = {prefix: layer for layer, prefixes in LAYERS.items() for prefix in prefixes}
-    while name not in known:
-        name = name.rpartition(".")[0]
-    return known[name]
-
-
-def reachable(start):
-    seen, todo = set(), [start]
-    while todo:
-        for name in IMPORTS[todo.pop()] - seen:
-            seen.add(name)
-            todo.append(name)
-    return seen
-
-
-def test_imports_go_down_only():
-    """A layer can be understood without the layers above it.
-
-    Modules do not import each other in circles, not even through others.
-    """
-    imports = [(name, other) for name, others in IMPORTS.items() for other in others]
-    assert [(a, b) for a, b in imports if layer_of(b) > layer_of(a)] == []
-    assert [name for name in MODULES if name in reachable(name)] == []
+    assert [
+        module
+        for module in graph.modules
+        for imported in graph.find_modules_directly_imported_by(module)
+        if graph.chain_exists(importer=imported, imported=module)
+    ] == []
 
 
 def test_files_are_short():
     """A file can be read in one go."""
-    lines = {name: len(path.read_text().splitlines()) for name, path in MODULES.items()}
-    assert [name for name in lines if lines[name] > LIMIT_OF_LINES] == []
+    assert [
+        path for path in MODULES if len(path.read_text().splitlines()) > LIMIT_OF_LINES
+    ] == []
 
 
 def test_no_loop_loses_the_handlers_of_its_block():
@@ -117,8 +61,8 @@ def test_no_loop_loses_the_handlers_of_its_block():
     tests/promises/test_signals.py checks the same in the bytecode.
     """
     found = [
-        f"{name}:{node.lineno}"
-        for name, path in MODULES.items()
+        f"{path}:{node.lineno}"
+        for path in MODULES
         for block in ast.walk(ast.parse(path.read_text()))
         if isinstance(block, (ast.With, ast.AsyncWith, ast.Try, ast.TryStar))
         for node in inside(block)
