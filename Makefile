@@ -94,14 +94,14 @@ images: servers $(VENV)/.test
 	@DLOCKS_TEST_IMAGES=docs/images $(BIN)/python -m tests.run sqlite -- tests/promises/admin/test_control_room_browser.py \
 	    tests/project/test_shop_browser.py -k 'screenshots or numbers_move'
 
-package: $(VENV)/.lint
-	@$(BIN)/python scripts/check_package.py
+package: $(VENV)/.nox
+	@$(BIN)/nox --session package
 
 bench: servers mysql backend-servers $(VENV)/.bench
 	@$(BIN)/python -m benchmarks $(ARGS)
 
 clean:
-	rm -rf .venv .venv-3.* .venv-psycopg2 .servers build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .nox .venv-psycopg2 .servers build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	rm -rf benchmarks/results nemesis site
 	rm -f example_project/shop.sqlite3*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -166,6 +166,11 @@ $(VENV)/.docs: $(VENV)/.made pyproject.toml
 $(VENV)/.audit: $(VENV)/.made pyproject.toml
 	@echo 'Installing the audited packages and pip-audit …'
 	@$(INSTALL) --group audit
+	@touch $@
+
+$(VENV)/.nox: $(VENV)/.made pyproject.toml
+	@echo 'Installing nox …'
+	@$(INSTALL) --group nox
 	@touch $@
 
 # The types and the migrations are checked with the settings of the tests, on SQLite.
