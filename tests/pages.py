@@ -4,33 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import re
 import sys
 import types
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
+from sybil import Document
+from sybil.evaluators.python import PythonEvaluator
+
 from tests.internals import Backend, Claim, DatabaseBackend
+from tests.reader import code_blocks
 
 DOCS = Path(__file__).parent.parent / "docs"
 
-FENCE = re.compile(
-    r"^(?P<indent> *)```(?P<language>\w+)[^\n]*\n(?P<code>.*?)^(?P=indent)```$",
-    re.DOTALL | re.MULTILINE,
-)
 
-
-def blocks(page: str, language: str = "python") -> list[str]:
-    """Return the code blocks of a page in one language.
+def parse(page: str, language: str = "python") -> Document:
+    """Return a page with its code blocks in one language as examples.
 
     The page docs/how-to/decorators.md is called "how-to/decorators".
     """
-    text = (DOCS / f"{page}.md").read_text()
-    found = [match for match in FENCE.finditer(text) if match["language"] == language]
-    return [
-        re.sub(f"^{match['indent']}", "", match["code"], flags=re.MULTILINE)
-        for match in found
-    ]
+    path = str(DOCS / f"{page}.md")
+    return Document.parse(path, code_blocks(language, PythonEvaluator()))
+
+
+def blocks(page: str, language: str = "python") -> list[str]:
+    """Return the code blocks of a page in one language."""
+    return [example.parsed for example in parse(page, language).examples()]
 
 
 def run(page: str, only: int | None = None, **names: object) -> types.ModuleType:
@@ -43,9 +43,11 @@ def run(page: str, only: int | None = None, **names: object) -> types.ModuleType
     # Tasks and tests look up their modules by name.
     sys.modules[module.__name__] = module
     vars(module).update(names)
+    document = parse(page)
+    document.namespace = vars(module)
     with _a_project():
-        for code in blocks(page)[:only]:
-            exec(compile(code, f"{page}.md", "exec"), vars(module))
+        for example in islice(document.examples(), only):
+            example.evaluate()
     return module
 
 
