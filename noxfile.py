@@ -1,11 +1,14 @@
 """Checks in environments of their own, which nox makes from the package index.
 
-Nothing of the environment of ``make`` is visible there.
+``make test-all`` and ``make package`` run them. Nothing of the environment of ``make``
+is visible there.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
+import sys
 from pathlib import Path
 
 import nox
@@ -16,6 +19,39 @@ DIST = ROOT / "dist"
 
 nox.needs_version = ">=2026.10"
 nox.options.default_venv_backend = "uv|virtualenv"
+nox.options.download_python = "never"
+# A Python that is not installed is skipped, and the summary says so.
+nox.options.error_on_missing_interpreters = False
+
+# The shims of pyenv only find the versions that are named here.
+PYENV = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv")
+os.environ.setdefault(
+    "PYENV_VERSION", ":".join(path.name for path in PYENV.glob("versions/3.*"))
+)
+
+# Each supported Python, each supported Django, and each engine.
+MATRIX = [
+    ("3.11", "5.2", "sqlite"),
+    ("3.12", "6.0", "sqlite"),
+    ("3.13", "6.1", "sqlite"),
+    ("3.13", "6.1", "postgresql"),
+]
+NEWEST_DJANGO = MATRIX[-1][1]
+# Tests that depend neither on the version of Python nor on that of Django, but on the
+# database, on the documentation or on random programs.
+NEITHER = (
+    "campaign", "database", "nemesis", "project", "session", "test_fuzz.py",
+    "test_holders.py", "test_races.py", "test_records.py", "test_security.py",
+    "test_simulation.py",
+)  # fmt: skip
+# Tests that depend on the version of Django. The newest one is tested.
+DJANGO = (
+    "admin", "commands", "election", "optimistic", "test_contract.py",
+    "test_history.py", "test_responses.py", "test_schedules.py", "test_settings.py",
+    "test_telemetry.py",
+)  # fmt: skip
+# Tests that depend on the version of Django and on the engine.
+QUERIES = ("admin", "commands")
 
 
 @nox.session
@@ -38,3 +74,37 @@ def package(session: nox.Session) -> None:
     session.run("django-admin", "startproject", "trial", ".")
     test = ROOT / "scripts" / "smoke_test.py"
     session.run("python", "-W", "error", test, env={"PYTHONPATH": None})
+
+
+@nox.session(allow_parallel=True, reuse_venv=True)
+@nox.parametrize(("python", "django", "engine"), MATRIX)
+def tests(session: nox.Session, django: str, engine: str) -> None:
+    """Run the tests on SQLite, or those of the admin and of the commands elsewhere.
+
+    With ``--others``, run only tests that depend on the version of Python or of Django,
+    and skip the Python that runs nox, since the suite has already run with it.
+    """
+    others = engine == "sqlite" and "--others" in session.posargs
+    if others and session.python == f"{sys.version_info[0]}.{sys.version_info[1]}":
+        session.skip("the suite has run with this Python")
+    group = "test-sqlite" if engine == "sqlite" else "test"
+    session.install("--editable=.", f"--group={group}", f"django=={django}.*")
+    session.run(
+        "python", "-c", "import django, sys; print(sys.version, django.VERSION)"
+    )
+    run = ["python", "-m", "tests.run", engine]
+    if engine != "sqlite":
+        session.run(*run, "--", "-q", *folders(QUERIES))
+    elif others:
+        # Tests marked "once" do not depend on the version of Python.
+        ignored = NEITHER if django == NEWEST_DJANGO else NEITHER + DJANGO
+        globs = " ".join(f"--ignore-glob=*/{name}" for name in ignored)
+        options = f"{os.environ.get('PYTEST_ADDOPTS', '')} -m 'not once' {globs}"
+        session.run(*run, env={"PYTEST_ADDOPTS": options, "DLOCKS_TEST_SHARDS": "2"})
+    else:
+        session.run(*run, env={"DLOCKS_TEST_SHARDS": "3"})
+
+
+def folders(areas: tuple[str, ...]) -> list[Path]:
+    """Return the folders of tests of some areas."""
+    return [path for area in areas for path in sorted(ROOT.glob(f"tests/**/{area}"))]
