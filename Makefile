@@ -20,7 +20,7 @@ help:
 	@echo 'make test-servers  run the tests of SQL, faults and guards on the newest PostgreSQL and MariaDB (2 minutes)'
 	@echo 'make test-libmysqlclient  run the tests of the driver with Oracle'"'"'s client library instead of libmariadb (3 minutes)'
 	@echo 'make test-all  run the tests on SQLite with every supported Python that is installed and every supported Django,'
-	@echo '               and those of the admin and of the commands on PostgreSQL with the newest of both'
+	@echo '               and those of storage, the admin and the commands on PostgreSQL and MariaDB with the newest of both'
 	@echo 'make test-psycopg2  run the tests of locks on PostgreSQL with psycopg 2 instead of psycopg 3 (1 minute)'
 	@echo 'make test-backends  run the tests on Redis, ZooKeeper, quorums, Galera and a standby (3 minutes)'
 	@echo '               (ARGS="-k redis": arguments of pytest)'
@@ -65,7 +65,8 @@ mutations: servers mysql $(VENV)/.test
 
 # Side by side, since the tests wait more than they compute.
 test-all: servers $(VENV)/.nox
-	@$(BIN)/nox --session tests --parallel 3 -- $(ARGS)
+	@PATH="$(CURDIR)/$(BIN):$$PATH" sh scripts/fetch_server.sh python3.14 || [ $$? -eq 3 ]
+	@$(BIN)/nox --session tests --parallel 4 -- $(ARGS)
 
 # Django prefers psycopg 3, so this environment does not have it.
 PSYCOPG2 := .venv-psycopg2

@@ -4,6 +4,7 @@
 #
 # Usage: fetch_server.sh mysql | postgresql | mariadb      (about 60 MB to fetch, 10 seconds)
 #        fetch_server.sh libmysqlclient      (Oracle's client library and its header files, 40 MB)
+#        fetch_server.sh python3.14      (an interpreter and its header files, 30 MB; needs patchelf in PATH)
 #
 # The programs in .servers/NAME/bin start the server by its own dynamic loader, because its C library is newer than
 # that of the machine. If the server exists, the script does nothing. If the server cannot be fetched, it exits with 3
@@ -18,15 +19,17 @@ postgresql) suite=sid packages=postgresql-18 programs='initdb postgres pg_baseba
 mariadb) suite=trixie packages='mariadb-server-core mariadb-client-core mariadb-client'
     programs='mariadbd my_print_defaults resolveip mariadb-binlog' scripts=mariadb-install-db ;;
 libmysqlclient) suite=sid packages=libmysqlclient-dev programs= ;;
+python3.14) suite=sid packages=python3.14-dev programs= ;;
 *)
-    echo 'Usage: fetch_server.sh mysql | postgresql | mariadb | libmysqlclient' >&2
+    echo 'Usage: fetch_server.sh mysql | postgresql | mariadb | libmysqlclient | python3.14' >&2
     exit 2
     ;;
 esac
 name=$1
-target=$(cd "$(dirname "$0")/.." && pwd)/.servers/$name
+servers=$(dirname "$0")/../.servers
+mkdir -p "$servers"
+target=$(cd "$servers" && pwd -P)/$name
 [ ! -d "$target/bin" ] || exit 0
-mkdir -p "${target%/*}"
 
 fail() {
     echo "$name cannot be fetched: $1" | tee "$target.error" >&2
@@ -98,6 +101,15 @@ END
     chmod 755 "$file"
     ln -s "..$program_path" "$root/bin.new/$program"
 done
+if [ "$name" = python3.14 ]; then
+    # An interpreter must be a program, since it starts others of the same kind. It finds Debian's libraries first.
+    libraries=$(dirname "$loader")
+    patchelf --set-interpreter "$target/$loader" --force-rpath --set-rpath "$target/$libraries:/$libraries" \
+        "$root/usr/bin/$name" 2>"$work/log" || fail "$(tail -n 1 "$work/log")"
+    ln -s "../usr/bin/$name" "$root/bin.new/$name"
+    # The compiler finds the headers of this architecture there.
+    ln -s "../${libraries##*/}" "$root/usr/include/$name/"
+fi
 rm -rf "$root/bin"
 mv "$root/bin.new" "$root/bin"
 chmod -R a+rX "$root"
