@@ -101,15 +101,16 @@ def tests(session: nox.Session, django: str, engine: str) -> None:
     )
     run = ["python", "-m", "tests.run", engine]
     if engine != "sqlite":
-        session.run(*run, "--", "-q", "-m", "not once", *paths(session, SERVERS))
+        options = ["-q", "-n", "2", "--dist=worksteal", "-m", "not once"]
+        session.run(*run, "--", *options, *paths(session, SERVERS))
     elif others:
         # Tests marked "once" do not depend on the version of Python.
         ignored = NEITHER if django == NEWEST_DJANGO else NEITHER + DJANGO
         globs = " ".join(f"--ignore-glob=*/{name}" for name in ignored)
         options = f"{os.environ.get('PYTEST_ADDOPTS', '')} -m 'not once' {globs}"
-        session.run(*run, env={"PYTEST_ADDOPTS": options, "DLOCKS_TEST_SHARDS": "2"})
+        session.run(*run, env={"PYTEST_ADDOPTS": options, "DLOCKS_TEST_WORKERS": "2"})
     else:
-        session.run(*run, env={"DLOCKS_TEST_SHARDS": "3"})
+        session.run(*run, env={"DLOCKS_TEST_WORKERS": "3"})
 
 
 def paths(session: nox.Session, names: tuple[str, ...]) -> Iterator[Path]:

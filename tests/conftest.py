@@ -8,10 +8,8 @@ import os
 import queue
 import re
 import secrets
-import sys
 import tempfile
 import threading
-import zlib
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -58,16 +56,16 @@ def _open_new_pools(*, setting, **_):
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--shard",
-        default="",
-        help="run only one part of the whole suite; 2/3 is the second of three",
+        "--whole",
+        action="store_true",
+        help="run tests of the front on SQLite alone, as in the whole suite",
     )
 
 
 ENGINES = frozenset({"sqlite", "postgresql", "mariadb", "mysql"})
 
 
-def engines_of(item, shard):
+def engines_of(item, whole):
     """Return the engines of a test. The closest marker says which.
 
     A test without a marker runs on every engine. So does a test of the front, or of a
@@ -76,9 +74,9 @@ def engines_of(item, shard):
     for marker in item.iter_markers():
         if marker.name == "engine":
             return frozenset(marker.args)
-        if marker.name == "front" and shard:
+        if marker.name == "front" and whole:
             return frozenset({"sqlite"})
-        if marker.name == "driver" and shard:
+        if marker.name == "driver" and whole:
             return ENGINES - {"mysql"}
         if marker.name in {"front", "driver", "storage"}:
             break
@@ -86,14 +84,11 @@ def engines_of(item, shard):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Deselect tests of another engine, driver or shard, and report them."""
-    part = config.getoption("shard")
-    shard, shards = map(int, (part or "1/1").split("/"))
+    """Deselect tests of another engine or driver, and report them."""
+    whole = config.getoption("whole")
     keep, leave = [], []
-    # Tests of other servers share them within a file.
-    files = sorted({item.path for item in items if item.path.parent.name == "backends"})
     for item in items:
-        engines = engines_of(item, part)
+        engines = engines_of(item, whole)
         parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
         if any(
             isinstance(value, str) and value in ("memory", "dummy")
@@ -103,13 +98,7 @@ def pytest_collection_modifyitems(config, items):
             engines &= {"sqlite"}
         if item.get_closest_marker("psycopg3") and find_spec("psycopg") is None:
             engines = engines - {"postgresql"}
-        number = (
-            files.index(item.path)
-            if item.path in files
-            else zlib.crc32(item.nodeid.encode())
-        )
-        here = number % shards == shard - 1
-        (keep if here and ENGINE in engines else leave).append(item)
+        (keep if ENGINE in engines else leave).append(item)
     if leave:
         config.hook.pytest_deselected(items=leave)
         items[:] = keep
@@ -126,14 +115,19 @@ def pytest_ignore_collect(collection_path):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session):
-    """Collect in one process at a time.
+    """Let one process of a run collect before all others.
 
-    The first shard of a fresh clone compiles the tests, and the others use the result.
+    In a fresh clone it compiles the tests, and the others use the result.
     """
-    name = f"dlocks-{sys.implementation.cache_tag}-{os.getuid()}"
-    with Path(tempfile.gettempdir(), name).open("w") as file:
+    path = Path(tempfile.gettempdir(), f"dlocks-collected-{os.getuid()}")
+    with path.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        return (yield)
+        if file.seek(0, os.SEEK_END):
+            fcntl.flock(file, fcntl.LOCK_UN)
+        result = yield
+        if session.testscollected:
+            file.write("yes")
+        return result
 
 
 def pytest_collection_finish():
@@ -238,17 +232,34 @@ def open_transactions():
     return lines
 
 
+def pytest_sessionfinish(session):
+    """Pass what the summary says from a worker of pytest-xdist to its controller."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["stalls"] = [late for _ended, late in witness.stops]
+        session.config.workeroutput["processes"] = _seen
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    # A worker that crashed has no output.
+    output = getattr(node, "workeroutput", {})
+    _stalls.extend(output.get("stalls", []))
+    _seen.extend(output.get("processes", []))
+
+
 def pytest_terminal_summary(terminalreporter):
-    if witness.stops:
-        longest = max(late for _ended, late in witness.stops)
+    stalls = [*_stalls, *(late for _ended, late in witness.stops)]
+    if stalls:
         terminalreporter.write_line(
-            f"This machine stalled {len(witness.stops)} times, for up to"
-            f" {longest:.1f} s."
+            f"This machine stalled {len(stalls)} times, for up to {max(stalls):.1f} s."
         )
     for line in _seen:
         terminalreporter.write_line(line)
 
 
+# What the workers of pytest-xdist have reported: the duration of each stall in seconds,
+# and the stacks of processes.
+_stalls: list[float] = []
 _seen: list[str] = []
 
 

@@ -9,19 +9,20 @@ Two other words may stand in place of engines:
 * ``newest`` runs the tests of storage, transactions, faults and guarded commits on the
   newest PostgreSQL and MariaDB (scripts/fetch_server.sh).
 
-Each engine gets a throwaway server, whose address is passed to pytest in the
-environment. The server is stopped at the end, also after an interrupt. An engine that
-cannot be started is a failure. So is a MySQL that could not be fetched, if CI is set
-and DLOCKS_TEST_WITHOUT_MYSQL is not 1. Otherwise MySQL is skipped, and a line says why.
+Each process that runs tests has a throwaway server of the engine (tests/plugin.py). An
+engine that cannot be started is a failure. So is a MySQL that could not be fetched, if
+CI is set and DLOCKS_TEST_WITHOUT_MYSQL is not 1. Otherwise MySQL is skipped, and a line
+says why.
 
-Databases are kept in /dev/shm if it is large enough and TMPDIR is not set. On one disk,
+All temporary files are in one directory, which is removed at the end, also after an
+interrupt. It is in /dev/shm if that is large enough and TMPDIR is not set. On one disk,
 each flush of a server would delay all others.
 
 Without arguments for pytest, tests of the front run on SQLite alone (CONTRIBUTING.md).
-The suite is split into ten shards (DLOCKS_TEST_SHARDS), shared among the engines. Each
-shard has its own server, and all of them run side by side, which keeps two cores busy.
+The engines run side by side, each with several workers of pytest-xdist, which keeps two
+cores busy. DLOCKS_TEST_WORKERS is the number of all workers.
 The summary counts the skipped tests by reason, and names the tests that ran again.
-A shard that takes longer than 40 minutes is aborted and prints the stacks of its
+A run that takes longer than 40 minutes is aborted, and prints the stacks of its
 threads. A driver's call that no signal interrupts can cause this.
 """
 
@@ -38,9 +39,11 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
 
-from tests.servers import FETCHED, SERVERS, fetched
+from tests.servers import FETCHED, fetched
 
 ENGINES = ("sqlite", "postgresql", "mariadb", "mysql")
 BACKENDS = "backends"
@@ -62,19 +65,21 @@ NEWEST_TESTS = [
     "-k",
     "not (clock or crashing or restart or server_is_down or busy_queue)",
 ]
-SHARDS_AT_ONCE = int(os.environ.get("DLOCKS_TEST_SHARDS", "10"))
-# The part of the shards that each engine gets.
+# The workers of all engines, and the part of them that each engine gets.
+WORKERS = int(os.environ.get("DLOCKS_TEST_WORKERS", "10"))
 SHARES = {"sqlite": 3, "postgresql": 4, "mariadb": 2, "mysql": 1}
-# Shards for the tests of other servers, and for each engine of the newest servers.
-BACKENDS_SHARDS = 3
-NEWEST_SHARDS = 2
+# Workers for the tests of other servers, and for each engine of the newest servers.
+BACKENDS_WORKERS = 3
+NEWEST_WORKERS = 2
+# Seconds after which a run is aborted.
 LIMIT = 40 * 60.0
 # The length of a line of the summary, in characters.
 LINE = 300
 # pytest lists failures, errors, reruns and skips at its end.
 LISTED = "-rfERs"
-# The end of the name of a shard whose late tests run once more.
+# The end of the name of a run that repeats the late tests of another.
 AGAIN = " again"
+PYTEST = [sys.executable, "-m", "pytest", "-p", "tests.plugin"]
 # A file system in memory, and the bytes that the suite may need there.
 MEMORY, MEMORY_BYTES = "/dev/shm", 6 * 2**30
 
@@ -100,14 +105,20 @@ def main(arguments: list[str]) -> int:
     keep_databases_in_memory()
     # Hundreds of processes import the same modules.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    # This program may be run by a test.
+    os.environ.pop("PYTEST_XDIST_WORKER", None)
     # The servers must also be stopped after a plain kill. A process that was started in
     # the background may ignore SIGINT, and the processes of the tests would inherit
     # that.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    if not extra:
-        return run_shards(dict(_shards(engines)), left_out)
-    statuses = {engine: _run(engine, extra) for engine in engines}
+    try:
+        with temporary_files():
+            if not extra:
+                return run_side_by_side(dict(_runs(engines)), left_out)
+            statuses = {engine: _run(engine, extra) for engine in engines}
+    except KeyboardInterrupt:
+        return 130
     _report(statuses)
     return int(any(statuses.values()))
 
@@ -119,6 +130,26 @@ def keep_databases_in_memory() -> None:
             os.environ.setdefault("TMPDIR", MEMORY)
 
 
+@contextmanager
+def temporary_files() -> Iterator[None]:
+    """Keep the temporary files of all processes in one directory, and remove it."""
+    directory = Path(tempfile.mkdtemp(prefix="dlocks-"))
+    # Servers run under an account of their own.
+    directory.chmod(0o711)
+    before, tempfile.tempdir = os.environ.get("TMPDIR"), None
+    os.environ["TMPDIR"] = str(directory)
+    try:
+        yield
+    finally:
+        tempfile.tempdir = None
+        del os.environ["TMPDIR"]
+        if before is not None:
+            os.environ["TMPDIR"] = before
+        # A server ends together with the process that started it, and may still write.
+        while directory.exists():
+            shutil.rmtree(directory, ignore_errors=True)
+
+
 def _report(statuses: dict[str, int]) -> None:
     for name, status in statuses.items():
         print(
@@ -127,27 +158,27 @@ def _report(statuses: dict[str, int]) -> None:
 
 
 class Summary:
-    """What the shards have reported in the output of pytest."""
+    """What the runs have reported in the output of pytest."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         # The number of skipped tests by reason.
         self.skipped: Counter[str] = Counter()
-        # The number of reruns by test, with the name of its shard.
+        # The number of reruns by test, with the name of its run.
         self.reruns: Counter[str] = Counter()
-        # The lines of the failed tests by shard and test.
+        # The lines of the failed tests by run and test.
         self.failures: dict[str, dict[str, str]] = defaultdict(dict)
         # The stalls of this machine, in seconds.
         self.stalls = [0.0]
 
-    def read(self, shard: str, line: str) -> None:
-        """Read a line of the output of a shard."""
+    def read(self, run: str, line: str) -> None:
+        """Read a line of the output of a run."""
         found = re.match(r"(?:FAILED|ERROR) (.+?)( - .*)?$", line)
         # The list of reruns names it again, without the reason.
-        if found and (found[2] or found[1] not in self.failures[shard]):
-            self.failures[shard][found[1]] = line.rstrip()
+        if found and (found[2] or found[1] not in self.failures[run]):
+            self.failures[run][found[1]] = line.rstrip()
         if rerun := re.match(r"RERUN (\S+::.+)", line):
-            self.runs_again(shard, rerun[1])
+            self.runs_again(run, rerun[1])
         if skip := re.match(r"SKIPPED \[(\d+)\] [^:]+:(?:\d+:)? (.*)", line):
             self.skipped[skip[2]] += int(skip[1])
         if stall := re.match(r"This machine stalled .* up to ([\d.]+) s", line):
@@ -160,19 +191,15 @@ class Summary:
                 }
             )
 
-    def runs_again(self, shard: str, *tests: str) -> None:
-        shard = shard.removesuffix(AGAIN)
-        self.reruns.update(f"{shard} | {test}" for test in tests)
-
-    def forgive(self, shard: str) -> None:
-        """Forget the failures of a shard, whose tests have passed after all shards."""
-        self.counts.subtract(failed=len(self.failures.pop(shard)))
+    def runs_again(self, run: str, *tests: str) -> None:
+        run = run.removesuffix(AGAIN)
+        self.reruns.update(f"{run} | {test}" for test in tests)
 
     def lines(self) -> Iterator[str]:
         if max(self.stalls):
             yield f"This machine stalled for up to {max(self.stalls):.1f} s."
         passed, skipped = self.counts["passed"], self.counts["skipped"]
-        failed = self.counts["failed"] + self.counts["error"]
+        failed = sum(map(len, self.failures.values()))
         yield (
             f"{passed} passed, {failed} failed, {skipped} skipped,"
             f" {len(self.reruns)} were too late and ran again"
@@ -183,16 +210,17 @@ class Summary:
             yield f"{test} was too late and ran {1 + times} times"
 
 
-def run_shards(
-    shards: Mapping[str, tuple[list[str], dict[str, str]]], left_out: Iterable[str] = ()
+def run_side_by_side(
+    runs: Mapping[str, tuple[str, list[str], dict[str, str]]],
+    left_out: Iterable[str] = (),
 ) -> int:
-    """Run all shards at once, print a summary, and return an exit status.
+    """Run pytest several times at once, print a summary, and return an exit status.
 
-    A shard has the arguments of this program, and variables of its environment. Every
-    line of output is prefixed with the name of its shard. If all failures of a shard
-    are tests that were too late, these run once more after all shards. The summary
-    ends with the lines ``left_out`` and the failures, because the last lines of the
-    output are all that a CI may keep.
+    A run has an engine, arguments of pytest, and variables of its environment. Every
+    line of output is prefixed with the name of its run. If all failures of a run are
+    tests that were too late, these run once more after all runs. The summary ends with
+    the lines ``left_out`` and the failures, because the last lines of the output are
+    all that a CI may keep.
     """
     began = time.monotonic()
     processes: dict[str, subprocess.Popen[str]] = {}
@@ -207,26 +235,31 @@ def run_shards(
                     print(f"{name} | {line.rstrip()}", flush=True)
                     summary.read(name, line)
 
-    def start(name: str, arguments: list[str], environment: dict[str, str]) -> None:
+    def start(
+        name: str, engine: str, arguments: list[str], environment: dict[str, str]
+    ) -> None:
         processes[name] = process = subprocess.Popen(
-            [sys.executable, "-m", "tests.run", *arguments, LISTED],
+            [*PYTEST, *arguments, LISTED],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             # A narrow terminal would cut the reason of a failure.
-            env={**os.environ, "COLUMNS": "500", **environment},
+            env={**_environment(engine), "COLUMNS": "500", **environment},
+            # Ctrl-C in a terminal interrupts this process alone. It ends the others.
+            start_new_session=True,
         )
         readers[name] = threading.Thread(target=read, args=[name, process], daemon=True)
         readers[name].start()
 
     def wait(names: list[str]) -> dict[str, int]:
+        now = time.monotonic()
         try:
-            statuses = {name: processes[name].wait() for name in names}
+            statuses = {name: _wait(name, processes[name], now) for name in names}
         except BaseException:
             for name in names:
-                processes[name].terminate()
+                _signal(processes[name], signal.SIGINT)
             for name in names:
-                processes[name].wait()
+                _stop(processes[name])
             raise
         finally:
             for name in names:
@@ -234,22 +267,23 @@ def run_shards(
                 readers[name].join(30)
         return statuses
 
-    for name, (arguments, environment) in shards.items():
-        start(name, arguments, environment)
+    for name, run in runs.items():
+        start(name, *run)
     statuses = wait(list(processes))
     for name, status in list(statuses.items()):
         # A status of 1 says that tests have failed, and nothing else.
         late = _late(summary.failures[name].values()) if status == 1 else []
         if not late:
             continue
-        (engine, *_), environment = shards[name]
+        engine, _arguments, environment = runs[name]
         summary.runs_again(name, *late)
-        start(f"{name}{AGAIN}", [engine, "--", *late], environment)
+        start(f"{name}{AGAIN}", engine, late, environment)
         again = wait([f"{name}{AGAIN}"])
         statuses |= again
         if not any(again.values()):
             statuses[name] = 0
-            summary.forgive(name)
+            # The tests have passed after all runs.
+            del summary.failures[name]
     print(f"{(time.monotonic() - began) / 60:.1f} minutes")
     for line in (*summary.lines(), *left_out):
         print(line[:LINE], flush=True)
@@ -273,41 +307,29 @@ def _late(lines: Iterable[str]) -> list[str]:
     return tests
 
 
-def _shards(
+def _runs(
     engines: list[str],
-) -> Iterator[tuple[str, tuple[list[str], dict[str, str]]]]:
-    """Yield the name, the arguments and the environment of each shard.
-
-    Those that take longest come first.
-    """
-    for engine, shards in _parts(engines):
-        what, environment = [engine, "--"], {}
-        if engine == BACKENDS:
-            what = ["sqlite", "--", *BACKENDS_TESTS]
-        elif engine.startswith(NEWEST):
-            what = [engine.removeprefix(f"{NEWEST} "), "--", *NEWEST_TESTS]
-            environment["DLOCKS_TEST_SERVERS"] = NEWEST
-        for part in (f"{number + 1}/{shards}" for number in range(shards)):
-            yield f"{engine} {part}", ([*what, "--shard", part], environment)
-
-
-def _parts(engines: list[str]) -> Iterator[tuple[str, int]]:
+) -> Iterator[tuple[str, tuple[str, list[str], dict[str, str]]]]:
+    """Yield the name, the engine, the arguments and the environment of each run."""
     if BACKENDS in engines:
-        yield BACKENDS, BACKENDS_SHARDS
+        # Tests of other servers share them within a file.
+        distribution = workers(BACKENDS_WORKERS, "loadfile")
+        yield BACKENDS, ("sqlite", ["--whole", *distribution, *BACKENDS_TESTS], {})
     if NEWEST in engines:
         for engine in NEWEST_ENGINES:
-            yield f"{NEWEST} {engine}", NEWEST_SHARDS
+            arguments = ["--whole", *workers(NEWEST_WORKERS), *NEWEST_TESTS]
+            environment = {"DLOCKS_TEST_SERVERS": NEWEST}
+            yield f"{NEWEST} {engine}", (engine, arguments, environment)
     here = [engine for engine in reversed(ENGINES) if engine in engines]
     for engine in here:
-        yield (
-            engine,
-            max(
-                1,
-                round(
-                    SHARDS_AT_ONCE * SHARES[engine] / sum(map(SHARES.__getitem__, here))
-                ),
-            ),
-        )
+        share = WORKERS * SHARES[engine] / sum(map(SHARES.__getitem__, here))
+        yield engine, (engine, ["--whole", *workers(max(1, round(share)))], {})
+
+
+def workers(number: int, distribution: str = "worksteal") -> list[str]:
+    """Return the arguments of pytest-xdist. A worker that crashes is not replaced."""
+    crash = "--max-worker-restart=0"
+    return ["-n", str(number), "--dist", distribution, crash]
 
 
 def _why_no_mysql() -> str | None:
@@ -322,51 +344,49 @@ def _why_no_mysql() -> str | None:
 
 def _run(engine: str, extra: list[str]) -> int:
     print(f"==> {engine}", flush=True)
-    with tempfile.TemporaryDirectory(prefix="dlocks-tests-") as directory:
-        server = SERVERS[engine]() if engine in SERVERS else nullcontext()
-        try:
-            with server:
-                environment = getattr(
-                    server, "environment", {"DLOCKS_TEST_ENGINE": engine}
-                )
-                environment = {
-                    **os.environ,
-                    "DLOCKS_TEST_DIRECTORY": directory,
-                    **environment,
-                }
-                process = subprocess.Popen(
-                    [sys.executable, "-m", "pytest", *extra], env=environment
-                )
-                try:
-                    with suppress(subprocess.TimeoutExpired):
-                        return process.wait(LIMIT)
-                    # SIGINT makes pytest report the failures so far. If that does not
-                    # end it, SIGABRT prints the stacks of all threads.
-                    process.send_signal(signal.SIGINT)
-                    with suppress(subprocess.TimeoutExpired):
-                        process.wait(60)
-                    process.send_signal(signal.SIGABRT)
-                    process.wait()
-                    print(
-                        f"FAILED {engine}: aborted, not ended after {LIMIT / 60:g}"
-                        " minutes",
-                        flush=True,
-                    )
-                    return 1
-                except BaseException:
-                    process.send_signal(signal.SIGINT)
-                    try:
-                        process.wait(20)
-                    except subprocess.TimeoutExpired:
-                        process.kill()
-                    raise
-        except KeyboardInterrupt:
-            sys.exit(130)
-        except (FileNotFoundError, RuntimeError) as error:
-            print(
-                f"{engine} could not be started: {error}", file=sys.stderr, flush=True
-            )
-            return 1
+    process = subprocess.Popen([*PYTEST, *extra], env=_environment(engine))
+    try:
+        return _wait(engine, process, time.monotonic())
+    except BaseException:
+        _signal(process, signal.SIGINT)
+        _stop(process)
+        raise
+
+
+def _environment(engine: str) -> dict[str, str]:
+    return {**os.environ, "DLOCKS_TEST_ENGINE": engine}
+
+
+def _wait(name: str, process: subprocess.Popen[Any], began: float) -> int:
+    """Return the exit status of pytest, or 124 if it was aborted."""
+    while time.monotonic() - began < LIMIT:
+        with suppress(subprocess.TimeoutExpired):
+            return process.wait(1)
+    # The processes of the tests print their stacks (tests/plugin.py), also in a call
+    # that no other signal interrupts.
+    _signal(process, signal.SIGUSR2)
+    time.sleep(1)
+    # pytest reports the failures so far.
+    _signal(process, signal.SIGINT)
+    _stop(process)
+    print(f"FAILED {name}: aborted, not ended after {LIMIT / 60:g} minutes", flush=True)
+    return 124
+
+
+def _signal(process: subprocess.Popen[Any], number: int) -> None:
+    """Send a signal to a process, and to its group unless this process is in it."""
+    with suppress(ProcessLookupError):
+        leads = os.getpgid(process.pid) == process.pid
+        (os.killpg if leads else os.kill)(process.pid, number)
+
+
+def _stop(process: subprocess.Popen[Any]) -> None:
+    """Wait for the end of an interrupted process, but not forever."""
+    try:
+        process.wait(60)
+    except subprocess.TimeoutExpired:
+        _signal(process, signal.SIGKILL)
+        process.wait()
 
 
 if __name__ == "__main__":

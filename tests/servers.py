@@ -87,18 +87,28 @@ class Server:
             raise
         return self
 
+    @classmethod
+    def prepare(cls) -> None:
+        """Initialize the data that the servers of this class copy.
+
+        The servers of child processes copy it too.
+        """
+        name = cls._variable()
+        if cls.copies_data and name not in os.environ:
+            first = cls()
+            atexit.register(first.__exit__)
+            first.initialize()
+            os.environ[name] = str(first.data)
+
+    @classmethod
+    def _variable(cls) -> str:
+        return f"DLOCKS_TEST_DATA_{cls.__name__}"
+
     def _copy_initialized_data(self) -> None:
-        # The processes of the tests inherit the name of the copy.
-        name = f"DLOCKS_TEST_DATA_{type(self).__name__}"
-        if name not in os.environ:
-            self.initialize()
-            copy = Path(tempfile.mkdtemp(prefix="dlocks-data-"))
-            atexit.register(shutil.rmtree, copy, ignore_errors=True)
-            subprocess.run(["cp", "-a", self.data, copy], check=True)
-            os.environ[name] = str(copy / "data")
-        else:
-            self.data.rmdir()
-            subprocess.run(["cp", "-a", os.environ[name], self.data], check=True)
+        self.prepare()
+        self.data.rmdir()
+        source = os.environ[self._variable()]
+        subprocess.run(["cp", "-a", source, self.data], check=True)
 
     def __exit__(self, *exc: object) -> None:
         if self.process is not None:

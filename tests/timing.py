@@ -20,7 +20,7 @@ class TooLateError(AssertionError):
     """Something took longer than promised.
 
     The cause may be a machine that stalled for a while. The test therefore runs
-    again, twice at most (``--only-rerun``), and once more after all shards
+    again, twice at most (``--only-rerun``), and once more after all others
     (tests/run.py). No other failure is retried, because one violation of a safety
     promise is enough.
     """

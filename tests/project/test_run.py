@@ -1,14 +1,17 @@
-"""The summary of ``make test``."""
+"""``make test`` says what happened, and leaves nothing behind."""
 
 from __future__ import annotations
 
 import re
+import signal
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 
-from tests.run import run_shards
+from tests import run
 
 pytestmark = [pytest.mark.engine("sqlite"), pytest.mark.once]
 
@@ -35,7 +38,7 @@ def test_late_once():
     late(1)
 
 
-def test_late_in_a_shard():
+def test_late_in_a_worker():
     late(3)
 
 
@@ -59,38 +62,106 @@ def test_sum():
     assert 1 + 1 == 3
 """
 
+CRASHING = """
+import os
 
-def test_the_summary_says_what_was_skipped_and_what_ran_again(
-    tmp_path, monkeypatch, capfd
-):
+
+def test_crash():
+    os.abort()
+"""
+
+HANGING = """
+import os
+import pathlib
+import time
+
+
+def test_that_never_ends():
+    pathlib.Path("files").write_text(os.environ["TMPDIR"])
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def suite(tmp_path, monkeypatch):
+    """Return a function that writes a file of tests, with the options of this suite."""
+    pytest_of = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]
+    options = " ".join(pytest_of["ini_options"]["addopts"])
+    (tmp_path / "pytest.ini").write_text(f"[pytest]\naddopts = {options}\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    return lambda name, text: (tmp_path / name).write_text(text)
+
+
+def test_the_summary_says_what_was_skipped_and_what_ran_again(suite, capfd):
     """It counts skipped tests by reason, and names each test that was too late.
 
     Failures come last.
     """
-    pytest_of = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]
-    options = " ".join(pytest_of["ini_options"]["addopts"])
-    (tmp_path / "pytest.ini").write_text(f"[pytest]\naddopts = {options}\n")
-    (tmp_path / "test_it.py").write_text(SUITE)
-    (tmp_path / "test_wrong.py").write_text(WRONG)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    shards = {
-        "sqlite 1/2": (["sqlite", "--", "test_it.py"], {}),
-        "sqlite 2/2": (["sqlite", "--", "test_wrong.py"], {}),
+    suite("test_it.py", SUITE)
+    suite("test_wrong.py", WRONG)
+    runs = {
+        "postgresql": ("sqlite", [*run.workers(1), "test_it.py"], {}),
+        "sqlite": ("sqlite", [*run.workers(1), "test_wrong.py"], {}),
     }
-    assert run_shards(shards, ["mysql: NOT RUN: no network"]) == 1
+    assert run.run_side_by_side(runs, ["mysql: NOT RUN: no network"]) == 1
     out = capfd.readouterr().out
     _, summary = re.split(r"^[\d.]+ minutes$", out, flags=re.MULTILINE)
     assert summary.strip().splitlines() == [
         "2 passed, 1 failed, 4 skipped, 2 were too late and ran again",
         "1 skipped: needs gevent",
         "3 skipped: no browser: install one",
-        # The last time is after all shards.
-        "sqlite 1/2 | test_it.py::test_late_in_a_shard was too late and ran 4 times",
-        "sqlite 1/2 | test_it.py::test_late_once was too late and ran 2 times",
+        # The last time is after all runs.
+        "postgresql | test_it.py::test_late_in_a_worker was too late and ran 4 times",
+        "postgresql | test_it.py::test_late_once was too late and ran 2 times",
         "mysql: NOT RUN: no network",
-        "sqlite 1/2: passed",
-        "sqlite 2/2: FAILED (1)",
-        "sqlite 1/2 again: passed",
-        "sqlite 2/2 | FAILED test_wrong.py::test_sum - assert (1 + 1) == 3",
+        "postgresql: passed",
+        "sqlite: FAILED (1)",
+        "postgresql again: passed",
+        "sqlite | FAILED test_wrong.py::test_sum - assert (1 + 1) == 3",
     ]
+
+
+def test_the_crash_of_a_worker_is_a_failure(suite, capfd):
+    """The test that crashed is named, and does not run again."""
+    suite("test_it.py", CRASHING)
+    runs = {"sqlite": ("sqlite", [*run.workers(2), "test_it.py"], {})}
+    assert run.run_side_by_side(runs) == 1
+    out = capfd.readouterr().out
+    assert "sqlite: FAILED (1)" in out
+    assert re.search(
+        "^sqlite . FAILED test_it.py::test_crash - .* crashed", out, re.MULTILINE
+    )
+    assert len(re.findall(r"line \d+ in test_crash$", out, re.MULTILINE)) == 1
+
+
+def test_a_run_that_never_ends_is_aborted_and_shows_its_stacks(
+    suite, tmp_path, monkeypatch, until, threads, capfd
+):
+    suite("test_it.py", HANGING)
+
+    def hang():
+        until((tmp_path / "files").exists, 60)
+        monkeypatch.setattr(run, "LIMIT", 0.0)
+
+    threads(hang)
+    runs = {"sqlite": ("sqlite", [*run.workers(1), "test_it.py"], {})}
+    assert run.run_side_by_side(runs) == 1
+    out = capfd.readouterr().out
+    assert "sqlite: FAILED (124)" in out
+    assert re.search(r"line \d+ in test_that_never_ends$", out, re.MULTILINE)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_leaves_no_files(suite, tmp_path, number, until):
+    """The servers and their files are gone when the program ends."""
+    suite("test_it.py", HANGING)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.run", "postgresql", "--", "test_it.py"]
+    )
+    until((tmp_path / "files").exists, 60)
+    directory = Path((tmp_path / "files").read_text())
+    assert list(directory.glob("dlocks-postgresql-*"))
+    process.send_signal(number)
+    assert process.wait(60) == 128 + number
+    assert not directory.exists()
