@@ -58,7 +58,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--whole",
         action="store_true",
-        help="run tests of the front on SQLite alone, as in the whole suite",
+        help="leave out what the whole suite leaves to other engines or tasks",
     )
 
 
@@ -78,13 +78,15 @@ def engines_of(item, whole):
             return frozenset({"sqlite"})
         if marker.name == "driver" and whole:
             return ENGINES - {"mysql"}
-        if marker.name in {"front", "driver", "storage"}:
+        if marker.name == "whole" and whole:
+            return frozenset(marker.args)
+        if marker.name in {"front", "driver", "whole", "storage"}:
             break
     return ENGINES
 
 
 def pytest_collection_modifyitems(config, items):
-    """Deselect tests of another engine or driver, and report them."""
+    """Deselect the tests that do not run on this engine, or not in the whole suite."""
     whole = config.getoption("whole")
     keep, leave = [], []
     for item in items:
