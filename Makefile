@@ -6,17 +6,22 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
 MANAGE := $(BIN)/python manage.py
 ADDRESS := 127.0.0.1:8000
+# Distributes the tests among a number of processes.
+XDIST := --dist worksteal --max-worker-restart=0 -n
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo serve test test-servers test-all test-psycopg2 test-backends nemesis mutations lint audit docs images package bench clean
+.PHONY: help demo serve test test-pages nightly test-servers test-all test-psycopg2 test-backends nemesis mutations lint audit docs images package bench clean
 .PHONY: servers mysql backend-servers migrated test-libmysqlclient
 
 help:
 	@echo 'make demo      a flash sale in a shop, without a lock and with each lock'
 	@echo 'make serve     run the shop and its admin at http://$(ADDRESS)/'
 	@echo 'make test      run the tests on SQLite, PostgreSQL, MariaDB and MySQL, and install what is missing'
-	@echo '               (6 minutes; with ARGS=sqlite 3 minutes; ARGS="sqlite -- -k transaction": engines, then arguments of pytest)'
+	@echo '               (5 minutes; with ARGS=sqlite 2 minutes; ARGS="sqlite -- -k transaction": engines, then arguments of pytest)'
+	@echo 'make test-pages  run all tests of pages in a browser, of which "make test" runs two (1 minute)'
+	@echo 'make nightly   run what takes long or depends on other packages: the recipes, the flash sale in a browser, all tests'
+	@echo '               with a multiple of their random events, campaigns, and the nemesis with its peers (2 hours; VOLUME=3 MINUTES=10)'
 	@echo 'make test-servers  run the tests of SQL, faults and guards on the newest PostgreSQL and MariaDB (2 minutes)'
 	@echo 'make test-libmysqlclient  run the tests of the driver with Oracle'"'"'s client library instead of libmariadb (3 minutes)'
 	@echo 'make test-all  run the tests on SQLite with every supported Python that is installed and every supported Django,'
@@ -47,6 +52,21 @@ serve: $(VENV)/.demo migrated
 
 test: servers mysql $(VENV)/.test
 	@$(BIN)/python -m tests.run $(ARGS)
+
+test-pages: servers $(VENV)/.test
+	@$(BIN)/python -m tests.run sqlite -- $(XDIST) 2 -m 'pages and not nightly'
+
+# All of them run, whatever fails.
+nightly: export DLOCKS_TEST_VOLUME ?= $(or $(VOLUME),3)
+nightly: servers mysql backend-servers $(VENV)/.test-backends $(VENV)/.bench
+	@failed=0; for task in 'run sqlite -- -m nightly' 'run sqlite postgresql mariadb mysql' 'run backends' \
+	    'campaign --quiet --minutes $(or $(MINUTES),10)' \
+	    'campaign --quiet --minutes $(or $(MINUTES),10) --backend sqlite' \
+	    'campaign --quiet --minutes $(or $(MINUTES),10) --backend postgresql' \
+	    'nemesis --minutes $(or $(MINUTES),10)' 'nemesis --minutes $(or $(MINUTES),10) --peers'; do \
+	    echo "==> python -m tests.$$task"; \
+	    $(BIN)/python -m tests.$$task || { echo "FAILED: python -m tests.$$task"; failed=1; }; \
+	done; exit $$failed
 
 test-servers: servers $(VENV)/.test
 	@sh scripts/fetch_server.sh postgresql
@@ -104,7 +124,7 @@ bench: servers mysql backend-servers $(VENV)/.bench
 
 clean:
 	rm -rf .venv .nox .venv-psycopg2 .servers build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
-	rm -rf benchmarks/results nemesis site
+	rm -rf benchmarks/results campaign nemesis site
 	rm -f example_project/shop.sqlite3*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

@@ -100,9 +100,9 @@ def tests(session: nox.Session, django: str, engine: str) -> None:
         "python", "-c", "import django, sys; print(sys.version, django.VERSION)"
     )
     run = ["python", "-m", "tests.run", engine]
+    two = ["-q", "-n", "2", "--dist=worksteal", "-m"]
     if engine != "sqlite":
-        options = ["-q", "-n", "2", "--dist=worksteal", "-m", "not once"]
-        session.run(*run, "--", *options, *paths(session, SERVERS))
+        session.run(*run, "--", *two, "not once", *paths(session, SERVERS))
     elif others:
         # Tests marked "once" do not depend on the version of Python.
         ignored = NEITHER if django == NEWEST_DJANGO else NEITHER + DJANGO
@@ -111,6 +111,8 @@ def tests(session: nox.Session, django: str, engine: str) -> None:
         session.run(*run, env={"PYTEST_ADDOPTS": options, "DLOCKS_TEST_WORKERS": "2"})
     else:
         session.run(*run, env={"DLOCKS_TEST_WORKERS": "3"})
+    if engine == "sqlite" and django == NEWEST_DJANGO:
+        session.run(*run, "--", *two, "pages and not nightly")
 
 
 def paths(session: nox.Session, names: tuple[str, ...]) -> Iterator[Path]:

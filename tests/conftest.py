@@ -100,7 +100,14 @@ def pytest_collection_modifyitems(config, items):
             engines &= {"sqlite"}
         if item.get_closest_marker("psycopg3") and find_spec("psycopg") is None:
             engines = engines - {"postgresql"}
-        (keep if ENGINE in engines else leave).append(item)
+        left_out = whole and (
+            item.get_closest_marker("nightly")
+            or (
+                item.get_closest_marker("pages")
+                and not item.get_closest_marker("smoke")
+            )
+        )
+        (keep if ENGINE in engines and not left_out else leave).append(item)
     if leave:
         config.hook.pytest_deselected(items=leave)
         items[:] = keep

@@ -18,6 +18,7 @@ from tests import pages
 
 pytestmark = [
     pytest.mark.once,
+    pytest.mark.nightly,
     pytest.mark.engine("sqlite"),
     pytest.mark.django_db(transaction=True),
 ]

@@ -26,7 +26,7 @@ WATCH = """() => {
     new MutationObserver(look).observe(sale, {childList: true});
 }"""
 
-pytestmark = [pytest.mark.engine("sqlite"), pytest.mark.once]
+pytestmark = [pytest.mark.engine("sqlite"), pytest.mark.once, pytest.mark.nightly]
 
 
 @pytest.fixture(autouse=True)

@@ -119,6 +119,7 @@ def force_release(page, browser, key):
     browser.expect(message).to_be_visible()
 
 
+@pytest.mark.smoke
 @pytest.mark.usefixtures("with_history")
 def test_locks_appear_and_disappear_without_a_reload(browser, boss, workers, in_queue):
     """A lock appears on an open page at its acquisition, and leaves at its release.

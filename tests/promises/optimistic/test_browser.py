@@ -37,6 +37,7 @@ def save(page):
     page.locator("[name=_save]").click()
 
 
+@pytest.mark.smoke
 def test_one_click_takes_their_value_and_one_more_undoes_it(browser, boss, article):
     """Your value stays in the field until you take theirs.
 
