@@ -11,7 +11,7 @@ XDIST := --dist worksteal --max-worker-restart=0 -n
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo serve test test-pages nightly test-servers test-all test-psycopg2 test-backends nemesis mutations lint audit docs images package bench clean
+.PHONY: help demo serve test test-pages nightly coverage test-servers test-all test-psycopg2 test-backends nemesis mutations lint audit docs images package bench clean
 .PHONY: servers mysql backend-servers migrated test-libmysqlclient
 
 help:
@@ -22,6 +22,7 @@ help:
 	@echo 'make test-pages  run all tests of pages in a browser, of which "make test" runs two (1 minute)'
 	@echo 'make nightly   run what takes long or depends on other packages: the recipes, the flash sale in a browser, all tests'
 	@echo '               with a multiple of their random events, campaigns, and the nemesis with its peers (2 hours; VOLUME=3 MINUTES=10)'
+	@echo 'make coverage  run "make test" and report the lines that no test executes (ARGS as in "make test")'
 	@echo 'make test-servers  run the tests of SQL, faults and guards on the newest PostgreSQL and MariaDB (2 minutes)'
 	@echo 'make test-libmysqlclient  run the tests of the driver with Oracle'"'"'s client library instead of libmariadb (3 minutes)'
 	@echo 'make test-all  run the tests on SQLite with every supported Python that is installed and every supported Django,'
@@ -67,6 +68,13 @@ nightly: servers mysql backend-servers $(VENV)/.test-backends $(VENV)/.bench
 	    echo "==> python -m tests.$$task"; \
 	    $(BIN)/python -m tests.$$task || { echo "FAILED: python -m tests.$$task"; failed=1; }; \
 	done; exit $$failed
+
+# The tests that fail because they are measured do not matter.
+coverage: servers mysql $(VENV)/.coverage
+	@rm -f .coverage .coverage.*
+	-@COVERAGE_FILE=$(CURDIR)/.coverage $(BIN)/coverage run -m tests.run $(ARGS)
+	@$(BIN)/coverage combine --quiet
+	@$(BIN)/coverage report
 
 test-servers: servers $(VENV)/.test
 	@sh scripts/fetch_server.sh postgresql
@@ -124,7 +132,7 @@ bench: servers mysql backend-servers $(VENV)/.bench
 
 clean:
 	rm -rf .venv .nox .venv-psycopg2 .servers build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
-	rm -rf benchmarks/results campaign nemesis site
+	rm -rf benchmarks/results campaign nemesis site .coverage .coverage.*
 	rm -f example_project/shop.sqlite3*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -163,6 +171,11 @@ $(VENV)/.demo: $(VENV)/.made pyproject.toml
 $(VENV)/.test: $(VENV)/.made pyproject.toml | servers
 	@echo 'Installing the packages for the tests …'
 	@$(INSTALL) --group test
+	@touch $@
+
+$(VENV)/.coverage: $(VENV)/.made pyproject.toml | servers
+	@echo 'Installing the packages for the coverage …'
+	@$(INSTALL) --group coverage
 	@touch $@
 
 $(VENV)/.test-backends: $(VENV)/.made pyproject.toml | servers
