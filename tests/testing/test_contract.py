@@ -2,7 +2,7 @@
 
 ``PessimisticBackend`` passes the whole contract on every engine. The other strategies
 share most of its code, and pass the rules of their own statements on PostgreSQL and
-SQLite. tests/database/test_table.py runs these statements on every engine.
+SQLite. tests/units/database/test_table.py runs these statements on every engine.
 """
 
 import time

@@ -21,10 +21,6 @@ from dlocks.testing import expire
 from tests import rows
 from tests.for_each import for_each
 from tests.models import Counter
-from tests.promises.admin.conftest import clearer, releaser
-from tests.promises.admin.names import CLEAR, FORCE, LIST
-from tests.promises.admin.pages import act, page, told
-from tests.promises.commands.running import nobody_there, refused, run
 from tests.settings import ENGINE
 from tests.timing import seldom
 
