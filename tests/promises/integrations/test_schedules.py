@@ -32,10 +32,9 @@ from dlocks import (
     run_once,
 )
 from dlocks.models import ResourceLock
-from dlocks.testing import abandoned, held_elsewhere
+from dlocks.testing import abandoned, frozen_clock, held_elsewhere
 from tests import commands_for_tests, jobs, pages
 from tests.for_each import for_each
-from tests.internals import keeper
 from tests.processes import state_of, states_of
 from tests.promises.database.conftest import around
 from tests.timing import eventually
@@ -131,7 +130,8 @@ def test_a_job_that_failed_in_a_transaction_keeps_min_hold():
             async_to_sync(coroutine)()
             transaction.set_rollback(True)
     # After a rollback, a thread of dlocks releases the key.
-    keeper.catch_up()
+    with frozen_clock() as clock:
+        clock.tick(0)
     assert runs == ["job", "coroutine"]
 
 
