@@ -420,7 +420,9 @@ def is_elsewhere(caller: Caller) -> bool:
 
 
 def _is_over(caller: Caller) -> bool:
-    return caller.done() if hasattr(caller, "done") else not is_alive(caller)
+    if isinstance(caller, threading.Thread):
+        return not is_alive(caller)
+    return caller.done()
 
 
 def is_outside(backend: Backend) -> bool:
