@@ -580,6 +580,27 @@ def nest(pipe, first, second, *, in_transaction=False, **policy):
             return f"{type(error).__name__}: {error}"
 
 
+def nest_behind(pipe, first, second, **policy):
+    """Nest as ``nest()`` does, while a thread already waits for the second key."""
+    lock = lock_of(second, timeout=60, **policy)
+    thread = threading.Thread(target=lambda: lock.acquire().release())
+
+    class Later:
+        say = staticmethod(pipe.say)
+
+        def hear(self):
+            pipe.hear()
+            backend = backends[policy["using"]]
+            before = backend.waiting(second)
+            thread.start()
+            while backend.waiting(second) == before:
+                time.sleep(0.01)
+
+    outcome = nest(Later(), first, second, **policy)
+    thread.join(60)
+    return outcome
+
+
 def nest_at_random(pipe, seed, *, threads, times, keys, **policy):
     """Let threads nest random pairs of keys, and return the sorted outcomes."""
     outcomes = []

@@ -415,14 +415,14 @@ def test_the_admin_shows_who_waits_for_whom(chain, admin_client):
 
 
 @SERVERS
-@for_each("jobs_", [("nest_behind", "nest"), ("nest_behind",) * 2])
-def test_waiters_behind_others_of_their_process_deadlock(workers, until, jobs_, queued):
+@for_each("pair", [(jobs.nest_behind, jobs.nest), (jobs.nest_behind,) * 2])
+def test_waiters_behind_others_of_their_process_deadlock(workers, until, pair, queued):
     """Only the first waiter of a key and process waits in the engine's queue."""
     started = workers(2)
-    for worker, job, keys in zip(started, jobs_, ["ab", "ba"], strict=True):
-        worker.start(getattr(jobs, job), *keys, using="session")
+    for worker, job, keys in zip(started, pair, ["ab", "ba"], strict=True):
+        worker.start(job, *keys, using="session")
     let_them_meet(*started)
-    expected = 2 + jobs_.count("nest_behind")
+    expected = 2 + pair.count(jobs.nest_behind)
     until(lambda: queued("session") == expected)
     began = time.monotonic()
     assert one_is_refused(results(started))
