@@ -99,6 +99,7 @@ def test_a_claim_that_is_granted_while_it_queues_leaves_the_queue(
 @TWO_SERVERS
 def test_a_key_acquired_at_the_timeout_leaves_no_claim(around, threads, in_queue):
     """Otherwise its release would hand the key to an abandoned claim."""
+    ended = threading.Event()
 
     def wait():
         with db_lock("stock:7", timeout=2) as hold:
@@ -108,7 +109,9 @@ def test_a_key_acquired_at_the_timeout_leaves_no_claim(around, threads, in_queue
         if is_background():
             # The turn of the claim has not come yet.
             return {claim.owner: Ticket(ahead=1) for claim in claims}
-        return method(claims, **options)
+        # This is the last poll, at the timeout. Nothing else has sent a heartbeat.
+        assert ended.wait(60)
+        return method(claims, heartbeat=True)
 
     around("poll", poll)
     with transaction.atomic():
@@ -116,6 +119,7 @@ def test_a_key_acquired_at_the_timeout_leaves_no_claim(around, threads, in_queue
         thread = threads(wait)
         in_queue(1)
         transaction.set_rollback(True)
+    ended.set()
     thread.join(60)
     assert thread.results == [0]
     with db_lock("stock:7", timeout=0):
