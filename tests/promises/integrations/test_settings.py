@@ -25,7 +25,7 @@ from tests.settings import ENGINE
 pytestmark = pytest.mark.front
 
 
-def check_settings(databases=None, *, deploy=False):
+def check_settings(databases=(), *, deploy=False):
     """Return what the checks of dlocks say, as ``manage.py check`` shows it."""
     options = {"databases": databases, "include_deployment_checks": deploy}
     return run_checks(tags=["dlocks"], **options)

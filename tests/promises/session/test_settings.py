@@ -19,8 +19,8 @@ pytestmark = pytest.mark.django_db(transaction=True)
 SESSION = "dlocks.backends.session.SessionBackend"
 
 
-def reported(**options):
-    found = {message.id for message in run_checks(**options)}
+def reported(databases=()):
+    found = {message.id for message in run_checks(databases=databases)}
     return {number for number in found if number.startswith("dlocks.E")}
 
 
