@@ -341,7 +341,7 @@ async def test_many_waiting_tasks_use_at_most_three_connections():
     number = 1000 if connection.vendor == "postgresql" else volume(50)
     served, most = [], 0
     count = partial(asyncio.to_thread, sessions)
-    # Connections of idle processes from other tests are not counted.
+    # Connections of idle processes from other tests are not counted, and may end.
     await sync_to_async(connections.close_all)()
     await asyncio.sleep(1.2)
     others = await count()
@@ -353,24 +353,24 @@ async def test_many_waiting_tasks_use_at_most_three_connections():
 
     tasks = [asyncio.create_task(wait()) for _ in range(number)]
     while await holder.aqueue_length() != number:
-        most = max(most, await count())
+        most = max(most, len(await count() - others))
         await asyncio.sleep(0.5)
     await holder.arelease()
     while not all(task.done() for task in tasks):
-        most = max(most, await count())
+        most = max(most, len(await count() - others))
         await asyncio.sleep(0.5)
     await asyncio.gather(*tasks)
     assert len(served) == number
     assert served == sorted(set(served)), "in the order of their tokens"
     # A pool may have opened some of them before.
     pooled = "pool" in connections.settings["default"].get("OPTIONS", {})
-    assert (0 if pooled else 2) <= most - others <= 3
+    assert (0 if pooled else 2) <= most <= 3
 
 
 def sessions():
-    """Return the number of sessions on the database, without the current one."""
+    """Return the ids of the sessions on the database, without the current one."""
     try:
-        return len(jobs.other_sessions())
+        return jobs.other_sessions()
     finally:
         connection.close()
 
