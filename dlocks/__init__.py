@@ -6,10 +6,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dlocks.api import db_lock, db_rwlock, db_semaphore
     from dlocks.core.handover import aresume_hold, resume_hold
-    from dlocks.core.hold import Hold
-    from dlocks.core.lock import Lock
-    from dlocks.core.multi import MultiLock
-    from dlocks.core.multi_hold import MultiHold
+    from dlocks.core.hold import Hold, MultiHold
+    from dlocks.core.lock import Lock, MultiLock
     from dlocks.core.shared import ReadWriteLock
     from dlocks.decorators import locked_view
     from dlocks.election import LeaderElection
@@ -89,12 +87,11 @@ _MODULES = {
         "StaleVersion",
     ],
     "core.handover": ["aresume_hold", "resume_hold"],
-    "core.hold": ["Hold"],
+    "core.hold": ["Hold", "MultiHold"],
+    "core.lock": ["MultiLock"],
     "runtime.keeper": ["shutdown"],
     "keys": ["user_key"],
     "core.shared": ["ReadWriteLock"],
-    "core.multi": ["MultiLock"],
-    "core.multi_hold": ["MultiHold"],
     "schedules": ["SingleInstance", "run_once"],
     "signals": [
         "lock_acquired",

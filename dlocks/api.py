@@ -6,8 +6,7 @@ from collections.abc import Callable
 from typing import Any, Literal, Never, TypeVar, Unpack, overload
 
 from dlocks.conf import DEFAULT_ALIAS
-from dlocks.core.lock import Lock
-from dlocks.core.multi import MultiLock
+from dlocks.core.lock import Lock, MultiLock
 from dlocks.core.options import KEY, KEYS, LOCK, KeyOptions, LockOptions, refuse_unknown
 from dlocks.core.shared import ReadWriteLock
 from dlocks.decorators import LockDecorator, refuse_bare

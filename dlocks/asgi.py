@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+from dlocks.core.callers import has_uses
 from dlocks.runtime import clock
 from dlocks.runtime.coroutines import acquiring
 from dlocks.runtime.keeper import keeper
@@ -42,9 +43,7 @@ def release_at_shutdown(application: Application) -> Application:
         await send({"type": "lifespan.startup.complete"})
         await receive()
         tasks = {
-            task
-            for task in asyncio.all_tasks()
-            if task in acquiring or keeper.keeps_for(task)
+            task for task in asyncio.all_tasks() if task in acquiring or has_uses(task)
         }
         for task in tasks:
             task.cancel("The server is shutting down.")

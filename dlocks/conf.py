@@ -169,16 +169,16 @@ def _forget_holds() -> None:
     """
     from dlocks.backends.dummy import DummyBackend
     from dlocks.backends.memory import MemoryBackend
-    from dlocks.core.callers import holds_by_caller
+    from dlocks.core.callers import holds
 
     theirs = [
         one
         for one in backends._backends.values()
         if isinstance(one, (MemoryBackend, DummyBackend))
     ]
-    for hold in list(holds_by_caller.values()):
+    for hold in holds():
         if hold.backend in theirs:
-            hold.end()
+            hold.end_silently()
 
 
 setting_changed.connect(_setting_changed, dispatch_uid="dlocks.conf")

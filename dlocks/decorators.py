@@ -26,7 +26,7 @@ from dlocks import checks  # noqa: F401
 from dlocks.conf import DEFAULT_ALIAS
 from dlocks.core.lock import Lock, decorate_with
 from dlocks.core.options import VIEW, ViewOptions, refuse_unknown
-from dlocks.core.policy import changed_options, shown
+from dlocks.core.policy import LockPolicy, changed_options, shown
 from dlocks.core.template import KeyOfCall, name_of
 from dlocks.exceptions import LockNotAwaitable, LockTimeout
 from dlocks.responses import busy_response, hold_until_produced
@@ -312,7 +312,7 @@ def refuse_what_has_no_end(function: Any) -> None:
 
 
 def _decorate(lock: Lock, function: Any) -> Any:
-    policy = {field.name: getattr(lock, field.name) for field in fields(lock)}
+    policy = {field.name: getattr(lock, field.name) for field in fields(LockPolicy)}
     return LockDecorator[Never](**policy)(function)
 
 

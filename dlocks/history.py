@@ -137,7 +137,7 @@ class History(Watcher):
             return
         book = _books.get(backend) or _books.setdefault(backend, HistoryBuffer(backend))
         book.record(
-            hold, "F" if how == "released" and hold._state.failed else _ENDINGS[how]
+            hold, "F" if how == "released" and hold.has_failed else _ENDINGS[how]
         )
 
 

@@ -17,6 +17,7 @@ from django.utils.cache import patch_vary_headers
 from django.utils.translation import gettext as _
 
 from dlocks.core.hold import Hold
+from dlocks.core.life import Entry
 from dlocks.exceptions import LockError, LockLost
 from dlocks.runtime.keeper import keeper
 
@@ -53,19 +54,22 @@ def hold_until_produced(hold: Hold, result: Any) -> None:
         is_template or isinstance(result, StreamingHttpResponse)
     ):
         return
+    entry = hold.enter_late()
+    if entry is None:
+        # The end of the view's block reports the loss.
+        return
     # Middleware may return another response instead of this one. Then this one is
     # neither rendered nor closed.
-    forgotten = weakref.finalize(result, _leave_later, hold)
+    forgotten = weakref.finalize(result, _leave_later, entry)
     # The keeper releases all holds at the end of the process.
     forgotten.atexit = False
-    close = partial(_close, hold, forgotten)
+    close = partial(_close, entry, forgotten)
     result._resource_closers.append(close)
     if is_template:
-        result.render = partial(_render, result, close, hold, forgotten)
-    hold._state.prolong()
+        result.render = partial(_render, result, close, entry, forgotten)
 
 
-def _render(response: Any, close: Any, hold: Hold, forgotten: Any) -> Any:
+def _render(response: Any, close: Any, entry: Entry, forgotten: Any) -> Any:
     # A cache pickles the response in a post-render callback, so this attribute must be
     # removed first.
     del response.render
@@ -75,15 +79,15 @@ def _render(response: Any, close: Any, hold: Hold, forgotten: Any) -> Any:
     try:
         rendered = response.render()
     except BaseException as error:
-        _leave(hold, forgotten, error)
+        _leave(entry, forgotten, error)
         raise
-    _leave(hold, forgotten)
+    _leave(entry, forgotten)
     return rendered
 
 
-def _close(hold: Hold, forgotten: Any) -> None:
+def _close(entry: Entry, forgotten: Any) -> None:
     try:
-        _leave(hold, forgotten)
+        _leave(entry, forgotten)
     except LockLost:
         # The hold has logged it.
         pass
@@ -92,24 +96,29 @@ def _close(hold: Hold, forgotten: Any) -> None:
         logger.warning("%s", error)
 
 
-def _leave(hold: Hold, forgotten: Any, error: BaseException | None = None) -> None:
-    """Leave the hold, unless this response has already left it."""
+def _leave(entry: Entry, forgotten: Any, error: BaseException | None = None) -> None:
+    """Leave the entry, unless this response has already left it."""
     if forgotten.detach() is None:
         return
-    leave = partial(hold.exit, error)
+    leave, backend = partial(_leave_after, entry, error), entry.hold.backend
+    # Django's asynchronous test client closes responses in the event loop.
+    leave() if _get_running_loop() is None else keeper.run(leave, backend)
+
+
+def _leave_after(entry: Entry, error: BaseException | None) -> None:
     try:
-        # Django's asynchronous test client closes responses in the event loop.
-        leave() if _get_running_loop() is None else keeper.run(leave, hold.backend)
-    finally:
-        hold._state.prolonged -= 1
+        entry.hold.leave(entry, failed=error is not None, at_block_end=True)
+    except LockError as trouble:
+        if error is None:
+            raise
+        error.add_note(f"{type(trouble).__name__}: {trouble}")
 
 
-def _leave_later(hold: Hold) -> None:
+def _leave_later(entry: Entry) -> None:
     # Garbage collection runs in any thread at any moment. It must not do I/O.
-    keeper.later(partial(_release, hold), 0.0, hold.backend)
+    keeper.later(partial(_release, entry), 0.0, entry.hold.backend)
 
 
-def _release(hold: Hold) -> None:
-    hold._state.prolonged -= 1
+def _release(entry: Entry) -> None:
     with suppress(LockLost):
-        hold.release(failed=True)
+        entry.hold.leave(entry, failed=True)

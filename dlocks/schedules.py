@@ -144,7 +144,7 @@ class SingleInstance(BaseCommand):
             with self.get_lock(**options) as self.hold:
                 entered = True
                 # A command may run for as long as it likes.
-                self.hold._state.slow_reported = True
+                self.hold.has_no_limit()
                 return super().execute(*args, **options)
         except LockTimeout as error:
             # A LockTimeout from the command itself concerns another lock.

@@ -28,7 +28,6 @@ from tests.internals import (
     callers,
     datagram,
     history_buffers,
-    holds_by_caller,
     keeper,
 )
 from tests.processes import Worker, stack_dumps
@@ -370,11 +369,7 @@ def nothing_left_behind(has_failed):
     keeper._left.clear()
     # The traceback of a failed test keeps its holds alive. The next test, or a rerun of
     # this one, would otherwise reenter them.
-    holds_by_caller.clear()
-    callers._acquired.clear()
-    callers._leases.clear()
-    callers._blocks.clear()
-    callers._further.clear()
+    callers.reset()
     assert not left or has_failed(), "a hold was left"
 
 

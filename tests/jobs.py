@@ -917,7 +917,7 @@ def _join_queue(directory, key, policy):
             os.pwrite(counter, b"%020d" % (value + 1), 0)
         note(
             "left",
-            min(hold._state.lease.deadline, time.monotonic()),
+            min(hold._parts[0].lease.deadline, time.monotonic()),
             hold.token,
             counted,
         )

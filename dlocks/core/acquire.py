@@ -1,228 +1,209 @@
-"""The acquisition of a lock: the requests, the grants and the cancellation."""
+"""The acquisition of one or several keys: the requests, the wait, and its end.
+
+An acquisition is a generator, which runs in its caller's thread or task. It yields
+functions that send requests, and seconds to wait. A driver (``dlocks.core.drive``)
+calls the functions and waits.
+"""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+import sys
+import tracemalloc
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import Any
 
-from dlocks.backends.base import HANDOVER_LEASE, TableLockedError, UnstorableKeyError
-from dlocks.core.callers import note_acquired, note_hold, run_outside
-from dlocks.core.hold import Hold
-from dlocks.core.kept_hold import KeptHold
-from dlocks.core.wait import Wait
-from dlocks.exceptions import LockBackendError, LockError, LockNotAwaitable
+from dlocks.conf import backends
+from dlocks.core import callers
+from dlocks.core.attempt import DONE, Attempt, Wakeup, ask_for
+from dlocks.core.callers import Acquired, Block, Caller, FramePlace
+from dlocks.core.hold import Hold, MultiHold
+from dlocks.core.holding import Holding
+from dlocks.core.losses import LossOfMember
+from dlocks.core.policy import FromSettings, LockPolicy
 from dlocks.runtime import clock
-from dlocks.runtime.connected import connection_of
-from dlocks.runtime.keeper import OUTSIDE_TIMEOUT, keeper
-from dlocks.runtime.waiter import Waiter
-from dlocks.runtime.waiters import waiters_of
-from dlocks.signals import send_acquired, send_ended
-from dlocks.values import Claim, Grant
+from dlocks.runtime.keeper import keeper
 
-A = TypeVar("A")
-T = TypeVar("T")
-
-logger = logging.getLogger("dlocks")
-
-CANNOT_CANCEL = "The claim on %r could not be cancelled, and expires by itself: %s"
-# What an error says if a reply was lost and the cancellation failed too.
-NOTE = "If the key was acquired all the same, it is free again when its ttl has passed."
+# A request to make, or seconds to wait, or None to wait until the caller is woken.
+Step = Callable[[], Any] | float | None
 
 
-class Acquisition(Wait):
-    """The acquisition of a lock by one caller.
+class Acquisition:
+    """The acquisition of a lock by one caller: of its key, or of all its keys.
 
-    It enters the caller's hold, or claims the key and waits for it. A driver runs its
-    steps (see ``dlocks.core.drive``). ``wakeup.wake()`` is called, in any thread, when
-    a retry before the end of a pause is worthwhile.
+    ``wakeup.wake()`` is called, in any thread, when a request before the end of a pause
+    is worthwhile. ``place`` is that of the block that begins, if one does. ``key`` is
+    the full key, if it is known. The result is None if ``is_stopped()`` becomes true
+    first.
     """
 
-    hold: Hold | None = None
-    # Whether the last request was granted.
-    granted = False
+    def __init__(
+        self,
+        lock: Any,
+        caller: Caller,
+        wakeup: Wakeup,
+        *,
+        wait: bool = True,
+        keep: bool = False,
+        place: FramePlace | None = None,
+        key: str | None = None,
+        is_stopped: Callable[[], bool] | None = None,
+    ) -> None:
+        self.lock = lock
+        self.caller = caller
+        self.wakeup = wakeup
+        # Whether ``lock.release()`` may leave it.
+        self.keep = keep
+        self.place = place
+        self.is_stopped = is_stopped
+        self.backend = backends[lock.using]
+        timeout = (
+            self.backend.timeout
+            if isinstance(lock.timeout, FromSettings)
+            else lock.timeout
+        )
+        self.timeout = timeout if wait else 0.0
+        self.began = clock.now()
+        # The lock and the full key of each attempt. The first prefix is kept, since a
+        # coroutine may continue in another thread.
+        self._on_lost: LossOfMember | None = None
+        if not lock.locks:
+            self._locks = [(lock, key or lock._full_key(self.backend))]
+        else:
+            self._locks = self._members()
+        # An attempt has no reference to this object. No cycle keeps the hold alive.
+        self._attempt = partial(
+            Attempt,
+            backend=self.backend,
+            caller=caller,
+            wakeup=wakeup,
+            timeout=self.timeout,
+            began=self.began,
+            block=place is not None,
+        )
+        self.attempts = [self._attempt(*self._locks[0])]
+        if len(self._locks) > 1:
+            self.attempts = self._new_attempts()
+        self._has_begun = False
+        self.answer: Any = None
+        self.result: Hold | None = None
+        # The block that has begun, to be undone if the caller does not enter it.
+        self.opened: Block | None = None
 
-    def steps(self) -> Iterator[float | None]:
-        """Request the key until it is granted, and set ``hold``.
+    def _members(self) -> list[tuple[LockPolicy, str]]:
+        """Return the locks of the single keys, and their full keys."""
+        locks = self.lock.locks
+        if self.lock.on_lost is not None:
+            self._on_lost = LossOfMember(self.lock.on_lost)
+            locks = [replace(one, on_lost=self._on_lost) for one in locks]
+        return [(one, one._full_key(self.backend)) for one in locks]
 
-        Yield the seconds until the next request, or None for no limit. Raise
-        LockTimeout when ``timeout`` has passed.
+    def _new_attempts(self) -> list[Attempt]:
+        return [self._attempt(lock, key) for lock, key in self._locks]
+
+    @property
+    def in_transaction(self) -> bool:
+        return any(attempt.in_transaction for attempt in self.attempts)
+
+    def steps(self) -> Iterator[Step]:
+        """Yield a request to make and seconds to wait, in turns.
+
+        The driver puts the answer to the request into ``answer``. In the end, the hold
+        is in ``result``.
         """
-        while (hold := self._once()) is None:
+        while self.is_stopped is None or not self.is_stopped():
+            yield self._try
+            if self.answer is DONE:
+                return
+            yield self.answer
+        yield self.cancel
+
+    def _try(self) -> Any:
+        """Request what is missing. Return DONE, or the seconds until the next try.
+
+        All keys are claimed at once. If one is busy, they are acquired one by one.
+        """
+        if len(self.attempts) > 1 and not self._has_begun:
+            for attempt in self.attempts:
+                attempt.begin()
+            self._request_together()
+            self._has_begun = True
+        for attempt in self.attempts:
+            if not attempt.is_granted:
+                pause = attempt.step()
+                if pause is not DONE:
+                    return pause
+        if len(self.attempts) > 1 and not all(map(_is_held, self.attempts)):
+            # A hold was lost during the wait. Acquiring it again now would violate the
+            # order of the keys.
+            self.cancel()
+            self.attempts, self._has_begun = self._new_attempts(), False
             self.wakeup.arm()
-            yield self._next_pause()
-        self.hold = hold
-        if self.keep:
-            note_acquired(self.lock, hold._state)
+            return 0.0
+        self._finish()
+        return DONE
 
-    def _once(self) -> Hold | None:
-        """Request the key once, and return the hold or None."""
-        if self.claim is not None and self._kept_for() == 0:
-            # The caller can now enter the hold that it left. Waiting would be in vain.
-            self.cancel()
-            self.claim = None
-        if self.claim is None and (mine := self.begin()) is not None:
-            return mine
-        claim = self.claim or self._claim()
-        if (
-            self.waiter is not None
-            and (hold := self._granted_by_notification(claim, self.waiter)) is not None
-        ):
-            return hold
-        if self._should_queue(claim) or (
-            self.waiter is not None and self.waiter.is_queued and not self.waiter.woken
-        ):
-            # A grant by the queue also ends the claim's position. A direct request
-            # would leave it behind.
-            return None
+    def _request_together(self) -> None:
+        rest = [attempt for attempt in self.attempts if not attempt.is_granted]
+        if len(rest) < 2:
+            return
+        claims = [attempt.claimed() for attempt in rest]
         sent = clock.now()
-        grant = self.ask_for([self], self.backend.acquire, claim)
-        return None if grant is None else self.accept(grant, sent)
+        grants = ask_for(rest, self.backend.acquire_all, claims) or ()
+        for attempt, grant in zip(rest, grants, strict=False):
+            attempt.accept(grant, sent)
 
-    @staticmethod
-    def ask_for(
-        acquisitions: Sequence[Acquisition],
-        acquire: Callable[[A], T | None],
-        claimed: A,
-    ) -> T | None:
-        """Request the claims, and record whether they may have been granted."""
-        for one in acquisitions:
-            one.asked = one.unknown = True
-            one.granted = False
-        answer: T | None = None
-        try:
-            answer = acquisitions[0]._ask(acquire, claimed)
-        except TableLockedError:
-            for one in acquisitions:
-                # A release would wait for the table too, and end the caller's
-                # transaction.
-                one.unknown = not one.in_transaction
-            raise
-        except LockBackendError as error:
-            for one in acquisitions:
-                one.failure = error
-                one.unknown = not error.changed_nothing
-            raise
-        except (LockError, RuntimeError, UnstorableKeyError) as refusal:
-            # A refused request has granted nothing to release. For a lease, a
-            # RuntimeError is no refusal. A signal handler has raised it.
-            for one in acquisitions:
-                one.unknown = (
-                    isinstance(refusal, RuntimeError) and not one.in_transaction
-                )
-            if not (
-                isinstance(refusal, LockNotAwaitable)
-                and all(one.timeout == 0 for one in acquisitions)
-            ):
-                raise
-        for one in acquisitions:
-            one.unknown = one.granted = answer is not None
-        return answer
-
-    def accept(self, grant: Grant, sent: float) -> Hold | None:
-        """Return the granted hold, or None if it expired before the reply came."""
-        claim = self.claim or self._claim()
-        lease = claim.ttl if grant.lease is None else min(grant.lease, claim.ttl)
-        if claim.scope == "lease" and clock.now() >= sent + lease:
-            self.cancel()
-            self.claim = self._claim()
-            return None
-        return self._hold(claim, grant, sent)
+    def _finish(self) -> None:
+        """Make the hold of the caller, and note what leaves it."""
+        entries = tuple([attempt.entry for attempt in self.attempts])
+        hold: Hold = entries[0].hold.face
+        if len(entries) > 1:
+            hold = MultiHold(self.lock, entries)
+            if self._on_lost is not None:
+                self._on_lost.holds.append(weakref.ref(hold))
+        for attempt in self.attempts:
+            if attempt.has_entered:
+                attempt.receive()
+        if self.place is not None:
+            self.opened = Block(self.caller, self.place, hold, entries)
+            self.lock._blocks.open.append(self.opened)
+        elif self.keep:
+            callers.add_acquired(self.caller, Acquired(self.lock, hold, entries))
+            if sys.flags.dev_mode or tracemalloc.is_tracing():
+                for entry in entries:
+                    entry.hold.watch.acquired_at = _line_of_caller()
+        self.result = hold
 
     def cancel(self) -> None:
-        """Cancel the claim, and leave nothing acquired or queued."""
-        if self.entering is not None:
-            self.entering.revert_entry(self.entry)
-        waiter = self.waiter
-        if waiter is not None:
-            waiters_of(self.backend).remove(waiter)
-        if self.claim is None or not (self.unknown or waiter is not None):
-            return
-        ended = self.hold is not None and self.hold._state.discard()
-        release = partial(self.backend.release, self.claim, failed=True)
-        try:
-            if self.failure is not None and self.failure.is_pending:
-                # The worker is still busy with the request, and has to answer it first.
-                keeper.post(partial(self._cancel_later, release), self.backend)
-            elif waiter is None:
-                self._ask(release)
-            elif not self._release_inside(release):
-                run_outside(release, self.backend, OUTSIDE_TIMEOUT)
-        except LockError as trouble:
-            if self.failure is None:
-                logger.warning(CANNOT_CANCEL, self.lock.key, trouble)
-            elif NOTE not in getattr(self.failure, "__notes__", ()):
-                # The caller is about to get the error of the claim itself.
-                self.failure.add_note(NOTE)
-        self.unknown, self.waiter = False, None
-        if ended and self.hold is not None:
-            send_ended(self.hold, "released")
+        """Leave and cancel everything, and leave no key acquired or queued."""
+        self.result = None
+        if self.opened is not None:
+            self.lock._blocks.remove(self.opened)
+        for attempt in reversed(self.attempts):
+            attempt.cancel()
 
-    def abandon(self) -> None:
-        """Let the background threads cancel the acquisition of a closed coroutine."""
-        if self.waiter is not None:
-            self.waiter.closed = True
+    def cancel_later(self) -> None:
+        """Let the background threads cancel the acquisition."""
+        for attempt in self.attempts:
+            if attempt.waiter is not None:
+                attempt.waiter.closed = True
         # What is part of a transaction ends with it.
         if not self.in_transaction:
             keeper.post(self.cancel, self.backend)
 
-    # Internal methods.
 
-    def _cancel_later(self, release: Callable[[], bool]) -> None:
-        try:
-            release()
-        except LockError as trouble:
-            logger.warning(CANNOT_CANCEL, self.lock.key, trouble)
+def _is_held(attempt: Attempt) -> bool:
+    hold: Holding = attempt.entry.hold
+    return hold.count > 1 or hold.held
 
-    def _granted_by_notification(self, claim: Claim, waiter: Waiter) -> Hold | None:
-        """Return the hold granted by the queue, or None if it must be requested."""
-        if waiter.error is not None:
-            raise waiter.error
-        given, waiter.given = waiter.given, None
-        if (
-            given is None
-            or claim.scope != "lease"
-            or not self.lock.renew
-            or not self.backend.grants_in_queue
-        ):
-            # The queue grants a short lease, which the keeper has to renew.
-            return None
-        grant, sent = given
-        if (
-            grant.lease is None
-            or sent + grant.lease - clock.now() < min(claim.ttl, HANDOVER_LEASE) / 3
-        ):
-            # Too little of the lease is left. A new request starts a new one.
-            return None
-        return self._hold(claim, grant, sent)
 
-    def _hold(self, claim: Claim, grant: Grant, sent: float) -> Hold:
-        self.unknown = True
-        waited = clock.now() - self.began if self.paused else 0.0
-        state = KeptHold(
-            self.lock, self.backend, claim, grant, self.caller, sent, waited
-        )
-        self.hold = Hold(state)
-        note_hold(state, self._entry_key)
-        if claim.scope == "lease":
-            keeper.keep(state)
-        if self.waiter is not None:
-            waiters_of(self.backend).remove(self.waiter)
-            self.waiter = None
-        send_acquired(self.hold)
-        return self.hold
-
-    def _release_inside(self, release: Callable[[], bool]) -> bool:
-        """Release the grant inside the caller's transaction.
-
-        A release from outside would wait for its end. Return whether it succeeded.
-        """
-        if self.claim is None or self.claim.scope != "transaction" or not self.granted:
-            return False
-        if connection_of(self.backend.database).needs_rollback:
-            return False
-        with suppress(LockError):
-            return release()
-        return False
+def _line_of_caller() -> tuple[str, int]:
+    """Return the file and the line outside of dlocks that called it."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and (
+        frame.f_globals.get("__name__", "").startswith("dlocks.")
+    ):
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno

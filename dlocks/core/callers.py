@@ -1,22 +1,27 @@
-"""The callers that acquire, which are threads or tasks, and the holds of each."""
+"""The callers of this process, which are threads or tasks, and what each of them uses.
+
+It earns promise 9 of docs/safety.md: ``lock.release()``, ``lock.held()`` and the end of
+a block mean what their own caller has entered, and never what another one has.
+
+An entry stays here until it is left. If its hold has ended, it stays until its caller
+acquires the next lock, or has ended.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
-import sys
 import threading
-import tracemalloc
 import weakref
 from asyncio import _get_running_loop
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from functools import partial
 from inspect import CO_ASYNC_GENERATOR, CO_GENERATOR
 from types import CodeType, FrameType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from dlocks.backends.base import ANY_LEASE, Backend
+from dlocks.core.life import Entry
 from dlocks.runtime.connected import connection_of
 from dlocks.runtime.greenlets import is_alive
 from dlocks.runtime.keeper import keeper
@@ -29,11 +34,13 @@ T = TypeVar("T")
 
 Caller = threading.Thread | asyncio.Task[Any]
 
-# Calls of ``acquire()`` between two clean-ups.
-CALLS_PER_CLEANUP = 1000
+# The identity of a backend, a key, and whether the hold is shared.
+Place = tuple[str, str, bool]
 
-# Caller, backend, key, and whether the hold is shared.
-EntryKey = tuple[Caller, str, str, bool]
+# The smallest number of entries of one caller at which ended ones are forgotten.
+FEW = 16
+# New callers between two searches for callers that have ended.
+CALLERS_PER_CLEANUP = 200
 
 
 def current_caller() -> Caller:
@@ -44,180 +51,260 @@ def current_caller() -> Caller:
     return task or threading.current_thread()
 
 
-# The holds by caller, for entering again. They are weak, so that a forgotten hold can
-# end.
-holds_by_caller: weakref.WeakValueDictionary[EntryKey, Any] = (
-    weakref.WeakValueDictionary()
-)
+class LateCaller:
+    """A caller that is no thread or task: a response that is still being produced.
 
-
-def hold_by(entry_key: EntryKey) -> Any:
-    """Return the hold of a caller, or None.
-
-    Unlike ``get()``, this raises no internal exception in the usual case of no hold.
+    The end of the response leaves its entry, in any thread.
     """
-    reference: Any = holds_by_caller.data.get(entry_key)  # type: ignore[attr-defined]
-    return None if reference is None else reference()
 
 
-in_child(holds_by_caller.clear)
+class Acquired(NamedTuple):
+    """What ``acquire()`` has returned, until ``lock.release()`` leaves it."""
+
+    lock: Any
+    hold: Any
+    entries: tuple[Entry, ...]
+
+    @property
+    def place(self) -> Place:
+        place: Place = self.entries[0].hold.place
+        return place
+
+    @property
+    def is_open(self) -> bool:
+        return any(entry.hold.uses(entry) for entry in self.entries)
 
 
-# The other holds of the same caller and key, oldest first, as of several permits. One
-# takes the place of a hold that has ended.
-_further: dict[EntryKey, list[weakref.ref[Any]]] = {}
+class Uses:
+    """What one caller uses."""
+
+    __slots__ = ("acquired", "clean_at", "count", "entries")
+
+    def __init__(self) -> None:
+        # The entries, newest last, for entering a hold again.
+        self.entries: dict[Place, list[Entry]] = {}
+        # What ``acquire()`` has returned, newest last, by the key of the lock.
+        self.acquired: dict[str, list[Acquired]] = {}
+        self.count, self.clean_at = 0, FEW
 
 
-def note_hold(hold: Any, entry_key: EntryKey) -> None:
-    """Note a hold as that of its caller, which enters it again.
-
-    A hold that the caller already has and can enter again stays that hold.
-    """
-    hold.entered_as.append(entry_key)
-    with _mutex:
-        first = hold_by(entry_key)
-        stays = first is not None and first.lock.reentrant and first.enterable
-        if not stays:
-            holds_by_caller[entry_key] = hold
-        if first is not None:
-            further = hold if stays else first
-            _further.setdefault(entry_key, []).append(weakref.ref(further))
-
-
-def forget_hold(hold: Any) -> None:
-    """Let a caller not enter a hold again, but the last other one of the same key."""
-    for entry_key in hold.entered_as:
-        # In one section, so that the next hold of the caller stays.
-        with _mutex:
-            further = _further.pop(entry_key, None)
-            others = _others(hold, further) if further else []
-            if hold_by(entry_key) is hold:
-                if others:
-                    holds_by_caller[entry_key] = others.pop()
-                else:
-                    del holds_by_caller[entry_key]
-            if others:
-                _further[entry_key] = list(map(weakref.ref, others))
-
-
-def _others(hold: Any, further: list[weakref.ref[Any]]) -> list[Any]:
-    """Return the holds among references that are not over, without this one."""
-    others = [reference() for reference in further]
-    return [one for one in others if not (one is None or one is hold or one.is_over)]
-
-
-# What callers have acquired by ``acquire()`` and not released: the lock and the hold,
-# innermost last.
-_acquired: dict[Caller, list[tuple[Any, weakref.ref[Any]]]] = {}
-# The leases among them. They stay alive although their callers may have no reference.
-_leases: set[Any] = set()
-# Guards both, since the keeper ends holds too. A signal handler may acquire a lock.
+# The one mutex of this module. It is a leaf, and a signal handler may acquire a lock.
 _mutex = threading.RLock()
-_counter = itertools.count(1)
+_uses: dict[Any, Uses] = {}
+_clean_at = CALLERS_PER_CLEANUP
 
 
-def _forked() -> None:
+def reset() -> None:
+    """Forget all callers, in a forked child or between two tests."""
     global _mutex
-    # A thread of the parent may have held it.
+    # A thread of the parent may have held it, and the mutexes of the holds.
     _mutex = threading.RLock()
-    _acquired.clear()
-    _leases.clear()
-    _further.clear()
+    for uses in _uses.values():
+        for entry in _entries_of(uses):
+            entry.hold.life.replace_mutex()
+    _uses.clear()
 
 
-in_child(_forked)
+in_child(reset)
 
 
-def note_acquired(lock: Any, hold: Any) -> None:
-    """Keep a hold alive that its caller has acquired by ``lock.acquire()``.
+def _entries_of(uses: Uses) -> list[Entry]:
+    return [entry for entries in uses.entries.values() for entry in entries]
 
-    A lease is kept until it ends, and a hold in a transaction until that ends.
-    """
-    if next(_counter) % CALLS_PER_CLEANUP == 0:
-        _clean_up()
+
+def add(entry: Entry) -> None:
+    """Note the use of a hold, which stays alive meanwhile."""
+    caller, place = entry.caller, entry.hold.place
     with _mutex:
-        entries, lost = _without_lost(lock, hold)
-        _acquired[hold.caller] = [*entries, (lock, weakref.ref(hold))]
-        _leases.difference_update(lost)
-    if hold.scope == "transaction":
-        hold.mark.holds.append(hold)
-    else:
-        _leases.add(hold)
-    if sys.flags.dev_mode or tracemalloc.is_tracing():
-        for one in hold.parts:
-            one.acquired_at = _line_of_caller()
-
-
-def _without_lost(lock: Any, hold: Any) -> tuple[list[Any], set[Any]]:
-    """Return the entries of a caller without lost holds of a lock and a key.
-
-    Return also the holds that have no entry any more.
-    """
-    key = hold.parts[0].claim.key
-    entries, kept, lost = [], set(), set()
-    for by, reference in _acquired.get(hold.caller, ()):
-        one = reference()
-        if one is None:
-            continue
-        # A lease that has expired may still be renewed, and is not lost then.
-        if (by, one.parts[0].claim.key) != (lock, key) or all(
-            part.keeps for part in one.parts
-        ):
-            entries.append((by, reference))
-            kept.add(one)
+        uses = _uses.get(caller)
+        if uses is None:
+            uses = _add_caller(caller)
+        entries = uses.entries.get(place)
+        if entries is None:
+            uses.entries[place] = [entry]
         else:
-            lost.add(one)
-    return entries, lost - kept
+            _forget_lost(uses, entries)
+            entries.append(entry)
+        _count(uses)
 
 
-def _line_of_caller() -> tuple[str, int]:
-    """Return the file and the line outside of dlocks that called it."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and (
-        frame.f_globals.get("__name__", "").startswith("dlocks.")
-    ):
-        frame = frame.f_back
-    return frame.f_code.co_filename, frame.f_lineno
+def _count(uses: Uses) -> None:
+    uses.count += 1
+    if uses.count > uses.clean_at:
+        _clean_up(uses)
 
 
-def forget_acquired(hold: Any) -> None:
-    """Stop keeping a hold that has ended."""
-    if hold.scope == "lease" and hold not in _leases:
-        # A block ends it.
-        return
-    _leases.discard(hold)
+def _forget_lost(uses: Uses, entries: list[Entry]) -> None:
+    """Forget the lost ones among the entries of one place."""
+    kept = _kept(entries)
+    uses.count -= len(entries) - len(kept)
+    entries[:] = kept
+
+
+def remove(entry: Entry) -> None:
+    """Forget an entry that was left, and what ``acquire()`` has returned with it."""
     with _mutex:
-        entries = _acquired.pop(hold.caller, ())
-        if left := list(entry for entry in entries if entry[1]() is not hold):
-            _acquired[hold.caller] = left
+        uses = _uses.get(entry.caller)
+        if uses is None:
+            return
+        entries = uses.entries.get(entry.hold.place, ())
+        if entry in entries:
+            uses.count -= 1
+            if len(entries) > 1:
+                entries.remove(entry)
+            else:
+                del uses.entries[entry.hold.place]
+        if entry.acquired_by in uses.acquired:
+            _forget_released(uses, entry.acquired_by)
+        if not uses.entries and not uses.acquired:
+            del _uses[entry.caller]
 
 
-def _clean_up() -> None:
-    """Stop keeping lost leases of ended callers, and callers without holds."""
-    for hold in list(_leases):
-        if hold.is_over and has_ended(hold.caller):
-            forget_acquired(hold)
+def _forget_released(uses: Uses, key: str) -> None:
+    """Forget what was acquired by locks with a key, and was left since."""
+    acquired = uses.acquired[key]
+    kept = list(filter(_is_open, acquired))
+    uses.count -= len(acquired) - len(kept)
+    uses.acquired[key] = kept
+    if not kept:
+        del uses.acquired[key]
+
+
+def add_acquired(caller: Caller, acquired: Acquired) -> None:
+    """Note what ``acquire()`` returns, for ``lock.release()``."""
+    key = acquired.lock.key
+    for entry in acquired.entries:
+        entry.acquired_by = key
     with _mutex:
-        blocks = list(itertools.chain(*_blocks.values()))
-    for block in blocks:
-        # Only a generator may still end it.
+        uses = _uses.get(caller) or _add_caller(caller)
+        before = uses.acquired.get(key)
+        if before is None:
+            uses.acquired[key] = [acquired]
+        else:
+            _forget_lost_of(uses, acquired.place, before)
+            before.append(acquired)
+        _count(uses)
+
+
+def _forget_lost_of(uses: Uses, place: Place, acquired: list[Acquired]) -> None:
+    kept = [one for one in acquired if one.place != place or _is_kept(one)]
+    uses.count -= len(acquired) - len(kept)
+    acquired[:] = kept
+
+
+def _is_open(acquired: Acquired) -> bool:
+    return acquired.is_open
+
+
+def _add_caller(caller: Caller) -> Uses:
+    global _clean_at
+    if len(_uses) >= _clean_at:
+        for other in list(_uses):
+            _forget_ended(other)
+        _clean_at = len(_uses) + CALLERS_PER_CLEANUP
+    uses = _uses[caller] = Uses()
+    return uses
+
+
+def _forget_ended(caller: Any) -> None:
+    """Forget the entries of ended holds, if their caller does nothing any more."""
+    if is_over(caller) or has_ended(caller):
+        _clean_up(_uses[caller])
+        if not (_uses[caller].entries or _uses[caller].acquired):
+            del _uses[caller]
+
+
+def _clean_up(uses: Uses) -> None:
+    """Forget the entries of a caller whose holds have ended.
+
+    Their number then doubles before the next search, so this costs little.
+    """
+    for place, entries in list(uses.entries.items()):
+        uses.entries[place] = _kept(entries)
+        if not uses.entries[place]:
+            del uses.entries[place]
+    for key, acquired in list(uses.acquired.items()):
+        uses.acquired[key] = list(filter(_is_kept, acquired))
+        if not uses.acquired[key]:
+            del uses.acquired[key]
+    uses.count = len(_entries_of(uses)) + sum(map(len, uses.acquired.values()))
+    uses.clean_at = max(FEW, 2 * uses.count)
+
+
+def _kept(entries: Iterable[Entry]) -> list[Entry]:
+    return [entry for entry in entries if entry.hold.keeps]
+
+
+def _is_kept(acquired: Acquired) -> bool:
+    return bool(_kept(acquired.entries))
+
+
+def places_of(caller: Any) -> dict[Place, list[Entry]]:
+    """Return the entries of a caller by place. They change as they are left."""
+    uses = _uses.get(caller)
+    return {} if uses is None else uses.entries
+
+
+def entries_at(caller: Any, place: Place) -> tuple[Entry, ...]:
+    """Return the entries of a caller at a place, newest last."""
+    with _mutex:
+        uses = _uses.get(caller)
+        # Outside of the return, where an interrupt of a call would keep the mutex.
+        entries = () if uses is None else tuple(uses.entries.get(place, ()))
+    return entries  # noqa: RET504
+
+
+def has_uses(caller: Any) -> bool:
+    """Return whether a caller holds any lock."""
+    with _mutex:
+        uses = _uses.get(caller)
+        kept = [] if uses is None else _kept(_entries_of(uses))
+    return bool(kept)
+
+
+def holds() -> list[Any]:
+    """Return the holds that any caller uses."""
+    with _mutex:
+        entries = list(map(_entries_of, _uses.values()))
+    return [entry.hold for of_caller in entries for entry in of_caller]
+
+
+def last_acquired(lock: Any, caller: Any) -> Acquired | None:
+    """Return what a caller acquired last by a lock and has not released, or None.
+
+    If the caller has none, return that of a task of the same event loop that is done. A
+    task that only acquires, as in ``asyncio.wait_for()``, is another caller.
+    """
+    key = lock._key_of_tenant()
+    with _mutex:
+        found = _newest(lock, key, caller)
+        if found is None and hasattr(caller, "get_loop"):
+            found = _newest_of_done_tasks(lock, key, caller.get_loop())
+    return found
+
+
+def _newest_of_done_tasks(lock: Any, key: str | None, loop: Any) -> Acquired | None:
+    for caller in reversed(_uses):
+        if hasattr(caller, "get_loop") and caller.get_loop() is loop and caller.done():
+            found = _newest(lock, key, caller)
+            if found is not None:
+                return found
+    return None
+
+
+def _newest(lock: Any, key: str | None, caller: Any) -> Acquired | None:
+    uses = _uses.get(caller)
+    for one in reversed(() if uses is None else uses.acquired.get(lock.key, ())):
         if (
-            block[2]._state.is_over
-            and has_ended(block[0])
-            and not _ends_by_itself(block, None)
+            one.lock == lock
+            and key in {None, one.entries[0].hold.claim.key}
+            and one.is_open
         ):
-            forget_block(block)
-    with _mutex:
-        for caller, entries in list(_acquired.items()):
-            if any(reference() is not None for _, reference in entries):
-                continue
-            del _acquired[caller]
-        unused = set(_further) - set(holds_by_caller)
-        for entry_key in unused:
-            del _further[entry_key]
+            return one  # type: ignore[no-any-return]
+    return None
 
 
-def has_ended(caller: Caller) -> bool:
+def has_ended(caller: Any) -> bool:
     """Return whether a thread has ended, or the event loop of a task was closed.
 
     The main thread ends with the process. Exit handlers run in it, and other threads
@@ -225,66 +312,103 @@ def has_ended(caller: Caller) -> bool:
     """
     # Some libraries replace Thread and Task, so isinstance() does not work.
     if hasattr(caller, "get_loop"):
-        return caller.get_loop().is_closed()
+        return bool(caller.get_loop().is_closed())
+    if isinstance(caller, LateCaller):
+        return False
     return caller is not threading.main_thread() and not is_alive(caller)
 
 
-def last_acquired(lock: Any, caller: Caller, *, take: bool = False) -> Any:
-    """Return the hold that a caller acquired last by a lock, or None.
-
-    If the caller has none, return that of a task of the same event loop that is done. A
-    task that only acquires, as in ``asyncio.wait_for()``, is another caller. With
-    ``take``, the caller is about to release it.
-    """
-    key = lock._key_of_tenant()
-    with _mutex:
-        found = _find_acquired(lock, key, caller)
-        if found is None:
-            return None
-        entries, number, hold = found
-        if take:
-            del entries[number]
-    return hold
+def is_over(caller: Any) -> bool:
+    """Return whether a caller does nothing any more: its task is done."""
+    return caller.done() if hasattr(caller, "get_loop") else has_ended(caller)
 
 
-# This and other loops are functions of their own, because CPython 3.13 loses the
-# handlers around some loops.
-def _find_acquired(
-    lock: Any, key: str | None, caller: Caller
-) -> tuple[list[Any], int, Any] | None:
-    """Return the entries of a caller, or one that is done, and the last one's place."""
-    callers = [caller]
-    if hasattr(caller, "get_loop"):
-        loop = caller.get_loop()
-        callers += [
-            other for other in reversed(list(_acquired)) if _is_done_in(other, loop)
-        ]
-    for one in callers:
-        entries = _acquired.get(one, [])
-        for number in reversed(range(len(entries))):
-            by, reference = entries[number]
-            hold = reference() if by == lock else None
-            if hold is not None and key in {None, hold.parts[0].claim.key}:
-                return entries, number, hold
-    return None
+# Blocks: ``with lock`` and ``with hold``.
+
+# The identity of the frame that has entered a block, and its code. A frame that has
+# ended may share its identity with a later one.
+FramePlace = tuple[int, CodeType | None]
 
 
-def _is_done_in(caller: Any, loop: Any) -> bool:
-    """Return whether a caller is a task of an event loop, and is done."""
-    return hasattr(caller, "get_loop") and caller.get_loop() is loop and caller.done()
-
-
-# The identity of the frame that entered a block, and its code. A frame that has ended
-# may share its identity with a later one.
-Place = tuple[int, CodeType | None]
-# The blocks that callers are in, innermost last: the caller, the lock, the hold and the
-# place.
-Block = tuple[Caller, Any, Any, Place]
-_blocks: dict[Caller, list[Block]] = {}
-
-
-def place_of(frame: FrameType | None) -> Place:
+def place_of(frame: FrameType | None) -> FramePlace:
     return id(frame), None if frame is None else frame.f_code
+
+
+class Block(NamedTuple):
+    """An open block: who has entered it, where, and what it leaves at its end."""
+
+    caller: Caller
+    place: FramePlace
+    hold: Any
+    entries: tuple[Entry, ...]
+
+
+class Blocks:
+    """The open blocks of a lock or of a hold, which many callers may share."""
+
+    __slots__ = ("open",)
+
+    def __init__(self) -> None:
+        # Oldest first. To append a block is atomic.
+        self.open: list[Block] = []
+
+    @property
+    def entries(self) -> list[tuple[Entry, ...]]:
+        """Return the entries of each open block."""
+        return [block.entries for block in list(self.open)]
+
+    def remove(self, block: Block) -> None:
+        with _mutex:
+            if block in self.open:
+                self.open.remove(block)
+
+    def to_end(self, frame: FrameType | None, key: str) -> Block:
+        """Return the block that ends in a frame, or raise RuntimeError.
+
+        A ``with`` statement ends in the frame in which it began, newest first. Other
+        code, such as an ExitStack, ends the newest block of the same caller, or of one
+        that has ended, that no ``with`` statement can end. If it is not certain which
+        block is meant, none of them ends.
+        """
+        caller, place = current_caller(), (id(frame), frame and frame.f_code)
+        # A copy, which is made at once.
+        blocks = self.open[::-1]
+        for block in blocks:
+            # Usually it is the block that began last.
+            if block.caller is caller and block.place == place:
+                return block
+        for block in blocks:
+            if block.place == place:
+                return block
+        others = [block for block in blocks if not _ends_by_itself(block, frame)]
+        for block in others:
+            if block.caller is caller:
+                return block
+        for block in others:
+            if is_over(block.caller):
+                return block
+        if len(blocks) == 1 or (
+            blocks and all(block.caller is caller for block in blocks)
+        ):
+            return blocks[0]
+        raise RuntimeError(
+            f"The 'with' block of {key!r} must end in the thread or task in which it"
+            " began. A generator, or another task, needs a 'with db_lock(…)' of its"
+            " own."
+        )
+
+
+def _ends_by_itself(block: Block, frame: FrameType | None) -> bool:
+    """Return whether a block was entered in a frame that may still end it.
+
+    This is one of the frames that call this one, or that of a generator.
+    """
+    code = block.place[1]
+    if code is not None and code.co_flags & (CO_GENERATOR | CO_ASYNC_GENERATOR):
+        return True
+    while frame is not None and place_of(frame) != block.place:
+        frame = frame.f_back
+    return frame is not None
 
 
 # The tasks of which this context is: the task itself, and those that have started it
@@ -304,125 +428,18 @@ def _is_done(task: Any) -> bool:
     return task is None or task.done()
 
 
-def enter_block(block: Block) -> None:
-    """Note that a caller has entered a block."""
-    if hasattr(block[0], "get_loop"):
-        note_context(block[0])
-    if next(_counter) % CALLS_PER_CLEANUP == 0:
-        _clean_up()
-    with _mutex:
-        _blocks.setdefault(block[0], []).append(block)
-
-
-def innermost_block(lock: Any, frame: FrameType | None) -> Block:
-    """Return the innermost block of a lock that ends in a frame.
-
-    A ``with`` statement ends in the frame in which it began, also if that belongs to a
-    generator that another caller closes. Other code, such as an ExitStack, ends the
-    caller's innermost block that no ``with`` statement can end, or that of a caller
-    that has ended. Raise RuntimeError if it is not certain which block is meant.
-    """
-    caller = current_caller()
-    place = id(frame), frame and frame.f_code
-    with _mutex:
-        blocks = _blocks.get(caller)
-        if blocks and blocks[-1][1] is lock and blocks[-1][3] == place:
-            # Usually it is the block that began last.
-            return blocks[-1]
-        found = _block_to_end(lock, frame, caller)
-        if found is not None and found[0] is not caller:
-            # It is this caller's now. No other one ends it too.
-            forget_block(found)
-            found = caller, *found[1:]
-            _blocks.setdefault(caller, []).append(found)
-    if found is None:
-        raise RuntimeError(
-            f"The 'with' block of {lock.key!r} must end in the thread or task in which"
-            " it began. A generator, or another task, needs a 'with db_lock(…)' of its"
-            " own."
-        )
-    return found
-
-
-def _block_to_end(lock: Any, frame: FrameType | None, caller: Caller) -> Block | None:
-    """Return the block of a lock that ends in a frame, or None if it is not certain."""
-    place = place_of(frame)
-    for block in reversed(_blocks.get(caller, [])):
-        if block[1] is lock and block[3] == place:
-            return block
-    blocks = [block for block in itertools.chain(*_blocks.values()) if block[1] is lock]
-    if began := [block for block in blocks if block[3] == place]:
-        return began[-1]
-    others = [block for block in blocks if not _ends_by_itself(block, frame)]
-    if own := [block for block in others if block[0] is caller]:
-        return own[-1]
-    if over := [block for block in others if _is_over(block[0])]:
-        return over[-1]
-    if len(blocks) == 1 or all(block[0] is caller for block in blocks):
-        return blocks[-1] if blocks else None
-    return None
-
-
-def _ends_by_itself(block: Block, frame: FrameType | None) -> bool:
-    """Return whether a block was entered in a frame that may still end it.
-
-    This is one of the frames that call this one, or that of a generator.
-    """
-    place = block[3]
-    code = place[1]
-    if code is not None and code.co_flags & (CO_GENERATOR | CO_ASYNC_GENERATOR):
-        return True
-    while frame is not None and place_of(frame) != place:
-        frame = frame.f_back
-    return frame is not None
-
-
-def forget_block(block: Block) -> None:
-    """Forget a block that has ended."""
-    with _mutex:
-        blocks = _blocks.get(block[0], [])
-        if blocks and blocks[-1] is block:
-            # Usually it is the innermost one.
-            del blocks[-1]
-        else:
-            blocks[:] = list(one for one in blocks if one is not block)
-        if not blocks:
-            _blocks.pop(block[0], None)
-
-
-def is_in_block(state: Any) -> bool:
-    """Return whether a ``with lock`` block that holds a key is open."""
-    with _mutex:
-        holds = [block[2] for blocks in _blocks.values() for block in blocks]
-    return any(state in hold._state.parts for hold in holds)
-
-
-def is_used_elsewhere(hold: Any) -> bool:
-    """Return whether another caller is in a block of a lock with the hold."""
-    with _mutex:
-        blocks = list(itertools.chain.from_iterable(_blocks.values()))
-    return any(
-        is_elsewhere(block[0]) and hold in block[2]._state.parts for block in blocks
-    )
-
-
-def is_elsewhere(caller: Caller) -> bool:
-    """Return whether a caller is at work, and this is not one of its own calls.
+def acts_for(caller: Any) -> bool:
+    """Return whether this is one of a caller's own calls, or that caller is over.
 
     The calls of a task run in any thread, as by ``sync_to_async()``, and in tasks that
     it starts, as by ``asyncio.wait_for()``. Both have a copy of its context.
     """
-    if hasattr(caller, "get_loop"):
-        return not (
-            _is_over(caller) or has_ended(caller) or weakref.ref(caller) in _tasks.get()
-        )
-    return caller is not threading.current_thread() and is_alive(caller)
+    if is_over(caller) or has_ended(caller):
+        return True
+    return caller is threading.current_thread() or weakref.ref(caller) in _tasks.get()
 
 
-def _is_over(caller: Caller) -> bool:
-    if isinstance(caller, threading.Thread):
-        return not is_alive(caller)
-    return caller.done()
+# Requests of a caller, outside of its transaction and pool.
 
 
 def is_outside(backend: Backend) -> bool:
@@ -436,7 +453,7 @@ def holding_of(caller: Caller, backend: Backend) -> tuple[HeldKey, ...]:
     held = [
         HeldKey(hold.claim.key, hold.claim.owner, hold.in_transactions)
         for hold in keeper.holds
-        if hold.caller is caller
+        if caller in hold.callers
         and hold.backend.identity == backend.identity
         and not hold.is_over
     ]

@@ -5,26 +5,25 @@ from __future__ import annotations
 import dataclasses
 import time
 from functools import partial
+from typing import Any
 
 from django.core import signing
 
-from dlocks.core.callers import is_elsewhere, is_used_elsewhere
-from dlocks.core.kept_hold import KeptHold
+from dlocks.core.callers import acts_for
+from dlocks.core.explain import lost_error
+from dlocks.core.holding import Holding
+from dlocks.core.life import Phase, Reason
 from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
 from dlocks.runtime.clock import FOREVER
 from dlocks.runtime.keeper import keeper
 from dlocks.runtime.requests import refuse_nested, request
-from dlocks.signals import send_ended
-from dlocks.transactions import standing
 from dlocks.values import Claim, Duration, seconds
 
 SALT = "dlocks.handover"
 
-HANDED_OVER = "it was handed over"
 
-
-def detach(hold: KeptHold, *, within: Duration | None = None) -> str:
+def detach(hold: Holding, *, within: Duration | None = None) -> str:
     """Detach a hold and return the text by which a process resumes it.
 
     ``resume_hold()`` resumes it once, in any process. The hold can no longer be used
@@ -45,21 +44,21 @@ def detach(hold: KeptHold, *, within: Duration | None = None) -> str:
         why = refusal(dataclasses.replace(claim, ttl=within))
         if why is not None and refusal(claim) is None:
             raise ValueError(f"{hold.lock.key!r} cannot be detached. {why}")
-    offer = object()
+    _refuse(hold)
+    left = None
     try:
-        return _detached(hold, hold.claim.ttl if within is None else within, offer)
+        left = _transfer(hold, hold.claim.ttl if within is None else within)
+        return signing.dumps(_data_of(hold, *left), salt=SALT)
     except BaseException:
-        if hold.offer is offer and hold.is_over:
+        if left is not None:
             # Interrupted, so no process will ever receive the text.
-            hold.forget()
-            hold.release_again()
+            release_detached(hold)
         raise
 
 
-def _detached(hold: KeptHold, ttl: float, offer: object) -> str:
+def _data_of(hold: Holding, min_hold: float, max_hold: float) -> dict[str, Any]:
     lock = hold.lock
-    min_hold, max_hold = _transfer(hold, ttl, offer)
-    data = {
+    return {
         # The rest of max_hold counts from here, in any process.
         "at": clock.wall_now(),
         "key": lock.key,
@@ -77,72 +76,91 @@ def _detached(hold: KeptHold, ttl: float, offer: object) -> str:
             "max_hold": None if max_hold == FOREVER else max_hold,
         },
     }
-    return signing.dumps(data, salt=SALT)
 
 
-def release_detached(hold: KeptHold) -> None:
+def release_detached(hold: Holding) -> None:
     """Release the key of a detached hold, whose text no process will receive."""
-    if hold.lease.lost == HANDED_OVER:
+    if hold.life.state.reason is Reason.DETACHED:
         hold.release_again()
 
 
-def _transfer(hold: KeptHold, ttl: float, offer: object) -> tuple[float, float]:
-    """End the hold here, without releasing the key.
-
-    The lease lasts for ``ttl`` more seconds. Return the seconds left of
-    ``min_hold`` and ``max_hold``. ``offer`` identifies this call.
-    """
+def _refuse(hold: Holding) -> None:
+    """Raise RuntimeError if no caller could hand the hold over."""
+    key, backend = hold.lock.key, hold.backend
     if hold.scope == "transaction":
         raise RuntimeError(
-            f"{hold.lock.key!r} is held by a transaction, and cannot be handed over."
-            " Acquire it with scope='lease'."
+            f"{key!r} is held by a transaction, and cannot be handed over. Acquire it"
+            " with scope='lease'."
         )
     if hold.lock.shared:
+        raise RuntimeError(f"The shared hold on {key!r} cannot be handed over.")
+    if not backend.supports_handover:
         raise RuntimeError(
-            f"The shared hold on {hold.lock.key!r} cannot be handed over."
-        )
-    if not hold.backend.supports_handover:
-        raise RuntimeError(
-            f"{type(hold.backend).__name__} cannot hand {hold.lock.key!r} over to"
-            " another process."
+            f"{type(backend).__name__} cannot hand {key!r} over to another process."
         )
     refuse_nested()
-    if (why := hold.backend.refusal(hold.claim)) is not None:
-        raise RuntimeError(f"{hold.lock.key!r} cannot be handed over here. {why}")
-    is_used = is_used_elsewhere(hold)
-    with hold.lease.mutex:
-        if hold.count > 1:
-            raise RuntimeError(
-                f"{hold.lock.key!r} cannot be handed over while its caller has acquired"
-                f" it {hold.count} times. Release the inner holds first."
-            )
-        if is_used or any(map(is_elsewhere, hold.users)):
-            raise RuntimeError(
-                f"{hold.lock.key!r} cannot be handed over, because another thread or"
-                " task is in a block that holds it. Detach it there."
-            )
-        if hold.pinned:
-            raise RuntimeError(
-                f"{hold.lock.key!r} cannot be handed over inside hold.atomic()."
-            )
-        if standing(hold.left_before):
-            raise RuntimeError(
-                f"{hold.lock.key!r} cannot be handed over before the end of a"
-                " transaction in which it was left."
-            )
-        ended = hold.lease.ended or hold.count == 0
-        if not ended and hold.held:
-            # From here on, no caller enters it. Written first, for an interrupt.
-            hold.offer = offer
-            hold.lease.ended = True
-    now = clock.now()
-    left = hold.lease.kept_for, hold.lease.last_at - now
-    if hold.offer is not offer:
-        if not ended:
-            hold.loss(hold.lease.why_not())
-        raise hold.lost_error(hold.lease.lost or "it has ended")
+    if (why := backend.refusal(hold.claim)) is not None:
+        raise RuntimeError(f"{key!r} cannot be handed over here. {why}")
+
+
+def _transfer(hold: Holding, ttl: float) -> tuple[float, float]:
+    """End the hold here, without releasing the key.
+
+    The lease lasts for ``ttl`` more seconds. Return the seconds left of ``min_hold``
+    and ``max_hold``.
+    """
+    # An entry that is added meanwhile has another caller, so it refuses the offer.
+    mine = [one.caller for one in hold.life.state.entries if acts_for(one.caller)]
+    has_offered = False
+    try:
+        if not hold.held:
+            raise hold.expired()
+        has_offered = hold.life.offer(mine)
+        if not has_offered:
+            raise _why_not_offered(hold)
+        left = hold.kept_for, hold.lease.last_at - clock.now()
+        _pass_on(hold, dataclasses.replace(hold.claim, ttl=min(ttl, left[1])))
+    except BaseException:
+        if has_offered and not _is_settled(hold):
+            # Interrupted, perhaps by a RuntimeError of a signal handler, so no process
+            # will ever receive the text.
+            hold.life.taken()
+            hold.forget()
+            hold.release_again()
+        raise
+    return left
+
+
+def _is_settled(hold: Holding) -> bool:
+    """Return whether a failed request has kept the hold, or ended it."""
+    state = hold.life.state
+    return not (state.phase is Phase.DETACHING or state.reason is Reason.DETACHED)
+
+
+def _why_not_offered(hold: Holding) -> Exception:
+    """Return the error for a hold that another caller uses, or that has ended."""
+    state = hold.life.state
+    if hold.is_over or not state.entries:
+        return lost_error(hold)
+    why = " before the end of a transaction in which it was left."
+    if hold.life.is_pinned:
+        why = " inside hold.atomic()."
+    elif any(not acts_for(entry.caller) for entry in state.blocks):
+        why = (
+            ", because another thread or task is in a block that holds it. Detach it"
+            " there."
+        )
+    elif len(state.entries) > 1:
+        why = (
+            f" while its caller has acquired it {len(state.entries)} times. Release the"
+            " inner holds first."
+        )
+    return RuntimeError(f"{hold.lock.key!r} cannot be handed over{why}")
+
+
+def _pass_on(hold: Holding, claim: Claim) -> None:
+    """Let the lease last for the claim's ttl, and end the hold."""
     keeper.drop(hold)
-    claim = dataclasses.replace(hold.claim, ttl=min(ttl, left[1]))
     sent = clock.now()
     try:
         # By the keeper, so that no pending renewal comes after it.
@@ -151,21 +169,20 @@ def _transfer(hold: KeptHold, ttl: float, offer: object) -> tuple[float, float]:
         # The backend may have changed the lease all the same.
         hold.lease.deadline = min(hold.lease.deadline, sent + claim.ttl)
         hold.lease.renew_at = sent
-        if hold.withdraw_offer():
+        hold.perform_quietly(hold.life.failed())
+        if not hold.is_over:
             keeper.keep(hold)
         raise
-    hold.forget()
     if not stands:
-        hold.lease.lost = hold.why_gone()
-        hold.report_loss()
-        raise hold.lost_error()
-    hold.lease.lost = HANDED_OVER
-    send_ended(hold.hold, "detached")
-    hold.hold = None
-    return left
+        raise hold.lost(hold.why_gone())
+    hold.forget()
+    hold.forget_entries()
+    if not hold.life.taken():
+        raise lost_error(hold)
+    hold.send_ended("detached")
 
 
-def _leave_lease(hold: KeptHold, claim: Claim) -> bool:
+def _leave_lease(hold: Holding, claim: Claim) -> bool:
     for number in range(10):
         left = request(hold.backend.renew, [claim])
         if claim.owner not in left:

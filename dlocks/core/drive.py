@@ -1,7 +1,8 @@
 """The drivers of acquisitions: one for threads, and one for event loops.
 
-A driver runs the steps of an acquisition, sleeps between them, and cancels the claim if
-it is interrupted. No other code does that.
+A driver makes the requests of an acquisition, and waits between them. Unless a grant
+ends it, the driver lets the acquisition leave its entries and cancel its claims. So it
+earns promise 7 of docs/safety.md.
 """
 
 from __future__ import annotations
@@ -10,44 +11,30 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
+from dlocks.core.acquire import Acquisition
+from dlocks.core.attempt import DONE
 from dlocks.runtime import clock
 from dlocks.runtime.coroutines import run_in_sync_thread, waiting_for_a_lock
 from dlocks.runtime.threads import Flag
 
 T = TypeVar("T")
 
-DONE: Any = object()
 
-
-class Steps(Protocol):
-    """An acquisition. See ``dlocks.core.acquire.Acquisition``."""
-
-    hold: Any
-    wakeup: Any
-
-    @property
-    def in_transaction(self) -> bool: ...
-    def steps(self) -> Iterator[float | None]: ...
-    def cancel(self) -> None: ...
-    def abandon(self) -> None: ...
-
-
-def drive(acquisition: Steps, is_stopped: Callable[[], bool] | None = None) -> Any:
-    """Run an acquisition in this thread, and return its hold.
-
-    Return None if ``is_stopped()`` becomes true first.
-    """
-    steps = acquisition.steps()
+def drive(acquisition: Acquisition) -> Any:
+    """Run an acquisition in this thread, and return its hold."""
+    steps: Iterator[Any] = acquisition.steps()
     try:
         try:
             while True:
-                if is_stopped is not None and is_stopped():
-                    break
-                pause = next(steps, DONE)
+                request: Any = next(steps, DONE)
+                if request is DONE:
+                    return acquisition.result
+                acquisition.answer = request()
+                pause: Any = next(steps, DONE)
                 if pause is DONE:
-                    return acquisition.hold
+                    return acquisition.result
                 with waiting_for_a_lock():
                     acquisition.wakeup.rest(pause)
         except BaseException:
@@ -57,17 +44,13 @@ def drive(acquisition: Steps, is_stopped: Callable[[], bool] | None = None) -> A
         # Once more, because an interrupt may have hit the first call.
         acquisition.cancel()
         raise
-    acquisition.cancel()
-    return None
 
 
-async def adrive(
-    acquisition: Steps, is_stopped: Callable[[], bool] | None = None
-) -> Any:
-    """Run an acquisition in an event loop. Each step runs in Django's sync thread."""
+async def adrive(acquisition: Acquisition) -> Any:
+    """Run an acquisition in an event loop. Each request is made in Django's thread."""
     requests = _Requests(acquisition)
     try:
-        return await _adrive(acquisition, requests, is_stopped)
+        return await _adrive(acquisition, requests)
     except GeneratorExit:
         # For example, the garbage collector closes a task whose loop was closed.
         # Nothing can be awaited.
@@ -75,42 +58,43 @@ async def adrive(
         raise
 
 
-async def _adrive(
-    acquisition: Steps, requests: _Requests, is_stopped: Callable[[], bool] | None
-) -> Any:
-    steps = acquisition.steps()
-    cancel = partial(requests.make, acquisition.cancel)
+async def _adrive(acquisition: Acquisition, requests: _Requests) -> Any:
+    steps: Iterator[Any] = acquisition.steps()
     try:
         while True:
-            if is_stopped is not None and is_stopped():
-                break
-            pause = await run_in_sync_thread(
-                partial(requests.make, partial(next, steps, DONE)),
-                in_transaction_only=acquisition.in_transaction,
-            )
+            request: Any = next(steps, DONE)
+            if request is DONE:
+                return acquisition.result
+            acquisition.answer = await requests.make(request)
+            pause: Any = next(steps, DONE)
             if pause is DONE:
-                return acquisition.hold
+                return acquisition.result
             with waiting_for_a_lock():
                 await acquisition.wakeup.rest(pause)
     except GeneratorExit:
         raise
     except BaseException:
-        await run_in_sync_thread(cancel, in_transaction_only=acquisition.in_transaction)
+        await requests.make(acquisition.cancel)
         raise
-    await run_in_sync_thread(cancel)
-    return None
 
 
 class _Requests:
     """The requests of a coroutine, which may be closed while one is made."""
 
-    def __init__(self, acquisition: Steps) -> None:
+    def __init__(self, acquisition: Acquisition) -> None:
         self._acquisition = acquisition
         # A finalizer may close the coroutine within a section of its own thread.
         self._mutex = threading.RLock()
         self._is_made = self._is_closed = False
 
-    def make(self, request: Callable[[], T]) -> T | None:
+    async def make(self, request: Callable[[], T]) -> T | None:
+        """Make a request in Django's thread, and return the answer."""
+        return await run_in_sync_thread(
+            partial(self._make, request),
+            in_transaction_only=self._acquisition.in_transaction,
+        )
+
+    def _make(self, request: Callable[[], T]) -> T | None:
         """Make a request, and cancel the acquisition if the coroutine was closed."""
         with self._mutex:
             self._is_made = True
@@ -130,7 +114,7 @@ class _Requests:
             self._is_closed = True
             is_made = self._is_made
         if not is_made:
-            self._acquisition.abandon()
+            self._acquisition.cancel_later()
 
 
 class ThreadWakeup:

@@ -6,7 +6,7 @@ import itertools
 import random
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 from django.db import transaction
 from django.db.utils import DatabaseError
 
+from dlocks.core.confirm import check
 from dlocks.exceptions import LockBackendError, LockError
 from dlocks.runtime import clock
 from dlocks.runtime.connected import connection_of
+from dlocks.runtime.keeper import keeper
 from dlocks.runtime.requests import request
 from dlocks.sql.engines import dialect_of, refuse_lost
 from dlocks.transactions import TransactionMarker, why_end_is_unknown
@@ -24,7 +26,7 @@ from dlocks.transactions import TransactionMarker, why_end_is_unknown
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
-    from dlocks.core.hold_state import HoldState
+    from dlocks.core.holding import Holding
 
 
 # Seconds for which an outermost guard restarts its transaction after conflicts.
@@ -33,7 +35,7 @@ RETRY_FOR = 15.0
 
 @contextmanager
 def guarded(
-    holds: Sequence[HoldState], using: str | None, atomic: dict[str, Any]
+    holds: Sequence[Holding], using: str | None, atomic: dict[str, Any]
 ) -> Iterator[None]:
     """Open a transaction that locks and writes the rows of the holds first.
 
@@ -44,10 +46,10 @@ def guarded(
     if not database:
         # The memory backend simulates a transaction for tests.
         for hold in holds:
-            hold.check()
+            check(hold)
         yield
         for hold in holds:
-            hold.check()
+            check(hold)
         return
     connection = connection_of(database)
     key = ", ".join(hold.lock.key for hold in holds)
@@ -70,7 +72,7 @@ def guarded(
     for number in itertools.count():
         try:
             with transaction.atomic(using=database, **atomic):
-                pinned: list[tuple[HoldState, TransactionMarker | None]] = []
+                pinned: list[tuple[Holding, TransactionMarker | None]] = []
                 try:
                     # No comprehension: an interrupt in an inlined one bypasses the
                     # handlers (CPython 3.12).
@@ -98,7 +100,7 @@ def guarded(
                             if mark is None:
                                 continue
                             committed = partial(
-                                hold.committed, _pin(hold, database, late=True)
+                                _committed, hold, _pin(hold, database, late=True)
                             )
                             mark.at_commit.append(committed)
                     return
@@ -106,12 +108,12 @@ def guarded(
             # Otherwise the keeper would consider the transaction open after a lost
             # connection.
             for hold in holds:
-                hold.unpin()
+                hold.life.unpin()
         time.sleep(random.uniform(0, 0.002 * 2 ** min(number, 5)))  # noqa: S311 (jitter)
 
 
 def _pin_first(
-    hold: HoldState, connection: BaseDatabaseWrapper, database: str
+    hold: Holding, connection: BaseDatabaseWrapper, database: str
 ) -> TransactionMarker | None:
     """Pin a hold in a transaction that begins.
 
@@ -119,37 +121,28 @@ def _pin_first(
     transaction's.
     """
     if hold.scope == "transaction":
-        hold.check()
+        check(hold)
         return None
     # The rollback of an outer savepoint may undo the write, although the row stays
     # locked. This comes first among the on_commit() callbacks.
     here = TransactionMarker.here(connection)
     pin = TransactionMarker.of_lock(connection)
     # The row of a pinned hold stays locked, even if its lease has expired.
-    late = hold.pinned or hold.next_claim().late
-    with hold.lease.mutex:
-        # Before the write, so that the keeper sends no request for the hold meanwhile.
-        # A hold that is being released or detached is refused. That request would wait
-        # for the end of this transaction.
-        refused = hold.is_over or not (hold.count or hold.left_in)
-        if not refused:
-            hold.pinned_in.append(pin)
-    if refused:
-        if hold.lease.lost is not None:
-            hold.forget_entries()
+    late = hold.life.is_pinned or hold.next_claim().late
+    # Before the write, so that the keeper sends no request for the hold meanwhile. A
+    # hold that is being released or detached is refused. That request would wait for
+    # the end of this transaction.
+    if hold.is_forked or hold.life.pin(pin):
         raise hold.lost_error()
     try:
         _pin(hold, database, late=late)
     except LockError:
-        # The write failed. After a lost connection, the keeper may have removed the
-        # pin.
-        with suppress(ValueError):
-            hold.pinned_in.remove(pin)
+        hold.life.unpin(pin)
         raise
     return here
 
 
-def _pin(hold: HoldState, database: str, *, late: bool) -> float:
+def _pin(hold: Holding, database: str, *, late: bool) -> float:
     """Lock and renew a hold's row in the open transaction.
 
     Return when the request was sent. ``late`` says that the lease may have expired.
@@ -163,8 +156,19 @@ def _pin(hold: HoldState, database: str, *, late: bool) -> float:
         connection_of(database).needs_rollback = True
         raise
     if not stands:
-        raise hold.loss(hold.why_gone())
+        raise hold.lost(hold.why_gone())
     return sent
+
+
+def _committed(hold: Holding, sent: float) -> None:
+    """Record the commit of a transaction that pinned the key.
+
+    The lease counts from its last statement.
+    """
+    if not hold.is_over:
+        hold.lease.note_answer(sent, hold.claim.ttl)
+    hold.life.unpin()
+    keeper.check_soon()
 
 
 def _is_conflict(error: LockBackendError, connection: BaseDatabaseWrapper) -> bool:
@@ -177,7 +181,7 @@ def _is_conflict(error: LockBackendError, connection: BaseDatabaseWrapper) -> bo
     )
 
 
-def _database_for(hold: HoldState, using: str | None) -> str:
+def _database_for(hold: Holding, using: str | None) -> str:
     backend = hold.backend
     if not backend.supports_guard:
         raise RuntimeError(

@@ -6,10 +6,12 @@ import asyncio
 import dataclasses
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 from django.core import signing
 
 from dlocks.core.acquire import Acquisition
+from dlocks.core.attempt import ask_for
 from dlocks.core.callers import Caller, current_caller
 from dlocks.core.detach import SALT
 from dlocks.core.drive import ThreadWakeup
@@ -75,27 +77,25 @@ def _resume(
         key=data["key"], using=data["using"], scope="lease", on_lost=on_lost, **policy
     )
     refuse_nested()
-    acquisition = Acquisition(lock, caller, ThreadWakeup(), wait=False)
     # The prefix may depend on the tenant, which may differ in this process.
-    acquisition.key = data["claimed"]
-    acquisition.claim = acquisition._claim()
-    predecessor = dataclasses.replace(acquisition.claim, owner=data["owner"])
+    key = data["claimed"]
+    acquisition = Acquisition(lock, caller, ThreadWakeup(), wait=False, key=key)
+    (attempt,) = acquisition.attempts
+    claim = attempt.claimed()
+    predecessor = dataclasses.replace(claim, owner=data["owner"])
+    exchange = partial(acquisition.backend.exchange, predecessor)
     sent = clock.now()
-    acquisition.unknown = True
     try:
-        grant = acquisition._ask(
-            acquisition.backend.exchange, predecessor, acquisition.claim
-        )
+        grant = ask_for([attempt], exchange, claim)
         if grant is not None:
-            return acquisition._hold(acquisition.claim, grant, sent)
+            return attempt.hold(grant, sent)
     except BaseException:
         # If the exchange succeeded, the key must be released.
         acquisition.cancel()
         raise
-    else:
-        raise LockLost(
-            f"{lock.key!r} (token {data['token']}) cannot be resumed: its lease has"
-            " expired or was cleared, or it has already been resumed.",
-            key=lock.key,
-            token=data["token"],
-        )
+    raise LockLost(
+        f"{lock.key!r} (token {data['token']}) cannot be resumed: its lease has"
+        " expired or was cleared, or it has already been resumed.",
+        key=lock.key,
+        token=data["token"],
+    )

@@ -1,26 +1,31 @@
-"""Holds: the object that ``with db_lock(…) as hold`` returns."""
+"""Holds: the objects that ``with db_lock(…) as hold`` and ``acquire()`` return."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
+from types import FrameType
+from typing import Any, ParamSpec, Self, TypeVar, cast
 
-from dlocks.core.callers import current_caller, note_context, read_outside
+from dlocks.backends.base import Backend
+from dlocks.core import callers, confirm
+from dlocks.core.callers import Block, Blocks, Caller, current_caller, place_of
 from dlocks.core.detach import detach, release_detached
+from dlocks.core.explain import refused_block
 from dlocks.core.guard import guarded
-from dlocks.core.kept_hold import KeptHold
+from dlocks.core.holding import Holding
+from dlocks.core.life import Entry
+from dlocks.core.policy import LockPolicy
+from dlocks.core.together import leave_together
 from dlocks.exceptions import LockError
+from dlocks.runtime import clock
 from dlocks.runtime.coroutines import refuse_in_a_coroutine, run_in_sync_thread
 from dlocks.runtime.keeper import OUTSIDE_TIMEOUT
 from dlocks.values import Claim, Duration
-
-if TYPE_CHECKING:
-    from dlocks.backends.base import Backend
-    from dlocks.protocols import Policy
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -35,25 +40,26 @@ ensure_sync = partial(
 class Hold:
     """One holding of one key, which ends by ``release()`` or is lost.
 
-    Any thread with a reference to it may release it, or use it in a ``with`` block. A
-    hold is lost, and its key released, soon after all of its callers have ended: the
-    thread or event loop that acquired it, and those of its open blocks. ``token`` is
-    the fencing token, larger than that of every earlier hold of the key. ``owner`` is
-    the secret identity, never to be shown whole. ``waited`` is the seconds that the
-    caller waited, 0 if the key was free. ``takeover`` says that the last holder never
-    released the key.
+    Any thread with a reference to it may release it, unless only blocks of other
+    callers use it. A ``with hold`` block in another thread or task is a use of its own,
+    so neither frees the key under the other. A hold is lost, and its key released, soon
+    after the callers of all its uses have ended. ``token`` is the fencing token, larger
+    than that of every earlier hold of the key. ``owner`` is the secret identity, never
+    to be shown whole. ``waited`` is the seconds that the caller waited, 0 if the key
+    was free. ``takeover`` says that the last holder never released the key.
     """
 
-    def __init__(self, state: Any) -> None:
-        self._state: KeptHold = state
-        state.hold = self
-        self.lock: Policy = state.lock
-        self.backend: Backend = state.backend
-        self.claim: Claim = state.claim
-        self.scope: str = state.scope
-        self.token: int = state.token
-        self.takeover: bool = state.takeover
-        self.waited: float = state.waited
+    def __init__(self, lock: LockPolicy, parts: Sequence[Holding]) -> None:
+        first = parts[0]
+        # The holding of each key.
+        self._parts = tuple(parts)
+        self.lock = lock
+        self.backend: Backend = first.backend
+        self.claim: Claim = first.claim
+        self.scope: str = first.scope
+        self.token: int = first.token
+        self.takeover: bool = first.takeover
+        self.waited: float = first.waited
 
     def __repr__(self) -> str:
         keys = ", ".join(map(repr, self.keys))
@@ -77,7 +83,7 @@ class Hold:
 
         There is one, unless several keys are held.
         """
-        return {part.lock.key: part.token for part in self._state.parts}
+        return {part.lock.key: part.token for part in self._parts}
 
     @property
     def owner(self) -> str:
@@ -85,8 +91,8 @@ class Hold:
 
     @property
     def count(self) -> int:
-        """Return how often the holder has entered and not left."""
-        return self._state.count
+        """Return how often the hold was entered and not left."""
+        return min(part.count for part in self._parts)
 
     @property
     def held(self) -> bool:
@@ -94,7 +100,7 @@ class Hold:
 
         False may mean that the state is unknown.
         """
-        return self._state.held
+        return all(part.held for part in self._parts)
 
     @property
     def remaining(self) -> float:
@@ -102,17 +108,19 @@ class Hold:
 
         This is infinite in a transaction.
         """
-        return self._state.remaining
+        if not self.held:
+            return 0.0
+        return max(0.0, min(part.lease.deadline for part in self._parts) - clock.now())
 
     @property
     def age(self) -> float:
         """Return the seconds since the grant."""
-        return self._state.age
+        return self._parts[0].lease.age
 
     def check(self) -> None:
         """Check with the backend that the key is held, or raise LockLost."""
         ensure_sync()
-        self._state.check()
+        confirm.check(self._parts[0])
 
     def renew(self) -> None:
         """Extend the lease to its ttl from now, or raise LockLost.
@@ -120,18 +128,20 @@ class Hold:
         In a transaction there is no lease, so this only checks the hold.
         """
         ensure_sync()
-        self._state.renew()
+        confirm.renew(self._parts[0])
 
     def release(self, *, failed: bool = False) -> None:
-        """Leave the hold once. The last entry to leave releases the key.
+        """Leave the hold once. The last entry to be left releases the key.
 
-        Releasing again does nothing, nor does releasing after the end of the hold's own
-        transaction. ``failed`` sets the status of the row to F instead of S, for people
-        who read it. Raise LockLost if the hold was lost, because its work was perhaps
-        not exclusive.
+        This leaves the newest entry of this thread or task. If it has none, this leaves
+        the oldest one of another caller that no block uses. Releasing again does
+        nothing, nor does releasing after the end of the hold's own transaction.
+        ``failed`` sets the status of the row to F instead of S, for people who read it.
+        Raise LockLost if the hold was lost, because its work was perhaps not exclusive.
+        Raise RuntimeError if only blocks of other callers use the hold.
         """
         ensure_sync()
-        self._state.release(failed=failed)
+        self._release(current_caller(), failed=failed)
 
     def queue_length(self) -> int:
         """Return the number of callers that are queued for the key now.
@@ -140,10 +150,10 @@ class Hold:
         """
         backend = self.backend
         return sum(
-            read_outside(
+            callers.read_outside(
                 partial(backend.waiting, part.claim.key), backend, OUTSIDE_TIMEOUT
             )
-            for part in self._state.parts
+            for part in self._parts
         )
 
     def atomic(
@@ -159,7 +169,7 @@ class Hold:
         ``using`` may be another alias of the lock's database. Other arguments are those
         of Django's ``atomic()``.
         """
-        return guarded(self._state.parts, using, atomic)
+        return guarded(self._parts, using, atomic)
 
     async def aatomic(
         self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs
@@ -190,7 +200,7 @@ class Hold:
         See ``dlocks.core.detach``.
         """
         ensure_sync()
-        return detach(self._state, within=within)
+        return detach(self._parts[0], within=within)
 
     # The same methods for coroutines.
 
@@ -208,73 +218,228 @@ class Hold:
             return await self._there(partial(self.detach, within=within))
         except asyncio.CancelledError:
             # No process will ever receive the text.
-            await self._there(partial(release_detached, self._state))
+            await self._there(partial(release_detached, self._parts[0]))
             raise
 
     async def arelease(self, *, failed: bool = False) -> None:
-        await self._there(partial(self.release, failed=failed))
+        # The task is the caller, and not the thread in which this is done.
+        leave = partial(self._release, current_caller(), failed=failed)
+        await self._there(leave)
 
     # Blocks.
 
     def __enter__(self) -> Self:
-        state, fits = self._state, False
-        try:
-            # In one section, since several threads may begin a block.
-            with state.mutex:
-                fits = state.blocks < state.entries
-                state.blocks += fits
-            if fits:
-                caller = current_caller()
-                if hasattr(caller, "get_loop"):
-                    note_context(caller)
-                state.add_user(caller)
-                return self
-        except BaseException:
-            if fits:
-                state.end_block()
-            raise
-        raise RuntimeError(
-            f"This hold of {', '.join(map(repr, self.keys))} has been released, or"
-            " an outer block releases it. Acquire the lock once for each block."
-        )
+        ensure_sync()
+        for part in self._parts:
+            part.refuse_other_thread()
+        self._begin_block(sys._getframe(1))
+        return self
 
     def __exit__(self, kind: object, error: BaseException | None, *exc: object) -> None:
+        block = None
         try:
-            self.exit(error, ends_block=True)
-        finally:
-            # Afterwards, because without a caller the keeper would end the hold.
-            self._state.remove_user(current_caller())
+            ensure_sync()
+            block = self._blocks.to_end(sys._getframe(1), self.key)
+            leave_block(self._blocks, block, error)
+        except BaseException as trouble:
+            leave_interrupted(self._blocks, block, sys._getframe(1), trouble)
+            raise
 
     async def __aenter__(self) -> Self:
-        return self.__enter__()
+        self._begin_block(sys._getframe().f_back)
+        return self
 
     async def __aexit__(
         self, kind: object, error: BaseException | None, traceback: object
     ) -> None:
+        block = self._blocks.to_end(sys._getframe().f_back, self.key)
+        await self._there(partial(leave_block, self._blocks, block, error))
+
+    # Internal methods.
+
+    def enter_late(self) -> Entry | None:
+        """Return an entry that outlives this caller, or None if the hold has ended."""
+        return self._parts[0].enter_late()
+
+    @property
+    def has_failed(self) -> bool:
+        """Return whether its work has failed, as far as its callers have said."""
+        return any(part.life.state.failed for part in self._parts)
+
+    def has_no_limit(self) -> None:
+        """Let a hold last for as long as it likes, without a warning."""
+        for part in self._parts:
+            part.watch.is_slow = True
+
+    @property
+    def _blocks(self) -> Blocks:
+        """Return the open ``with hold`` blocks."""
+        # Usually there are none. Several threads may begin the first one.
+        return cast("Blocks", vars(self).setdefault("_open_blocks", Blocks()))
+
+    # The entries that ``release()`` leaves, if they are always the same ones.
+    _entries: tuple[Entry, ...] = ()
+
+    def _release(self, caller: Caller, *, failed: bool = False) -> None:
+        self._parts[0].release(caller, failed=failed)
+
+    def _begin_block(self, frame: FrameType | None) -> None:
+        caller = current_caller()
+        if hasattr(caller, "get_loop"):
+            callers.note_context(caller)
+        # Noted before its use, so that an interrupt leaves no entry that nobody leaves.
+        used: list[tuple[Entry, list[Entry | None]]] = []
+        entries: list[Entry] = []
+        block = None
+        preferred = self._entries or (None,)
         try:
-            await self._there(partial(self.exit, error, ends_block=True))
-        finally:
-            self._state.remove_user(current_caller())
-
-    def exit(self, error: BaseException | None, *, ends_block: bool = False) -> None:
-        """End a block by releasing the hold. ``ends_block`` says that it is one of it.
-
-        If the block itself failed, a failed release only adds a note to its error.
-        """
-        try:
-            ensure_sync()
-            self._state.release(
-                failed=error is not None, at_block_end=True, ends_block=ends_block
-            )
-        except LockError as trouble:
-            if error is None:
-                raise
-            error.add_note(f"{type(trouble).__name__}: {trouble}")
-
-    async def aleave(self, error: BaseException | None) -> None:
-        await self._there(partial(self.exit, error))
+            for part, own in zip(self._parts, preferred, strict=True):
+                new_entry = Entry(caller, own.lock if own else self.lock, part)
+                chosen: list[Entry | None] = []
+                used.append((new_entry, chosen))
+                entry = part.use(new_entry, own, chosen)
+                if entry is None:
+                    raise refused_block(part)
+                entries.append(entry)
+            block = Block(caller, place_of(frame), self, tuple(entries))
+            self._blocks.open.append(block)
+        except BaseException:
+            if block is not None:
+                self._blocks.remove(block)
+            for new_entry, chosen in used:
+                new_entry.hold.stop_using(new_entry, chosen)
+            raise
 
     async def _there(self, function: Callable[[], R]) -> R:
         return await run_in_sync_thread(
             function, in_transaction_only=self.scope == "transaction"
         )
+
+
+def leave_interrupted(
+    blocks: Blocks, block: Block | None, frame: FrameType | None, error: BaseException
+) -> None:
+    """Leave a block whose ``__exit__()`` an interrupt has ended.
+
+    To leave an entry twice does nothing.
+    """
+    if isinstance(error, LockError):
+        return
+    with suppress(LockError, RuntimeError):
+        block = block or blocks.to_end(frame, "")
+        leave_block(blocks, block, None, failed=True)
+
+
+def leave_block(
+    blocks: Blocks, block: Block, error: BaseException | None, *, failed: bool = False
+) -> None:
+    """Leave the entries of a block, which ends.
+
+    If the block itself failed, a failed release only adds a note to its error.
+    """
+    try:
+        leave_entries(block.entries, failed=failed or error is not None, block=True)
+    except LockError as trouble:
+        if error is None:
+            raise
+        error.add_note(f"{type(trouble).__name__}: {trouble}")
+    finally:
+        blocks.remove(block)
+
+
+def leave_entries(entries: Sequence[Entry], *, failed: bool, block: bool) -> None:
+    """Leave the entries of one acquisition. ``block`` says that a block ends."""
+    if len(entries) == 1:
+        entries[0].hold.leave(entries[0], failed=failed, at_block_end=block)
+    else:
+        leave_together(entries, failed=failed, at_block_end=block)
+
+
+class MultiHold(Hold):
+    """The holding of several keys, with one hold per key in ``holds``.
+
+    It is held while all of them are. ``tokens`` has the fencing token of each key, for
+    what that key guards. ``token`` is the largest. Each ``acquire()`` returns a new
+    object, to be released once.
+    """
+
+    def __init__(self, lock: LockPolicy, entries: Sequence[Entry]) -> None:
+        parts = [entry.hold for entry in entries]
+        super().__init__(lock, parts)
+        self._entries = tuple(entries)
+        self.holds: tuple[Hold, ...] = tuple(part.face for part in parts)
+        self.token = max(part.token for part in parts)
+        self.takeover = any(part.takeover for part in parts)
+        self.waited = max(part.waited for part in parts)
+
+    @property
+    def owner(self) -> str:
+        raise AttributeError(
+            "A hold of several keys has no single owner. Each hold in 'holds' has one."
+        )
+
+    @property
+    def held(self) -> bool:
+        """Return whether all keys are certainly held, by this hold of them."""
+        return self._is_open and super().held
+
+    @property
+    def age(self) -> float:
+        return max(part.lease.age for part in self._parts)
+
+    def check(self) -> None:
+        ensure_sync()
+        first = self._parts[0]
+        claims = [part.claim for part in self._parts]
+        if not (
+            self.held
+            and self._is_alike
+            and first.ask(self.backend.verify, claims)
+            and self.held
+        ):
+            for part in self._parts:
+                confirm.check(part)
+
+    def renew(self) -> None:
+        ensure_sync()
+        is_pinned = any(part.life.is_pinned for part in self._parts)
+        if self.held and self._is_alike and self.scope == "lease" and not is_pinned:
+            sent = clock.now()
+            claims = [part.next_claim() for part in self._parts]
+            left = self._parts[0].ask(self.backend.renew, claims)
+            for part in self._parts:
+                confirm.note_renewal(part, sent, left)
+        else:
+            for part in self._parts:
+                confirm.renew(part)
+
+    def release(self, *, failed: bool = False) -> None:
+        """Release the keys of this acquisition. To release again does nothing.
+
+        Raise RuntimeError if a block of another thread or task uses them.
+        """
+        ensure_sync()
+        self._release(current_caller(), failed=failed)
+
+    def detach(self, *, within: Duration | None = None) -> str:
+        raise RuntimeError(
+            "A hold of several keys cannot be handed over. Detach each hold in 'holds'"
+            " instead."
+        )
+
+    # Internal methods.
+
+    def _release(self, caller: Caller, *, failed: bool = False) -> None:
+        leave_together(self._entries, failed=failed, at_block_end=False, by=caller)
+
+    @property
+    def _is_open(self) -> bool:
+        return any(
+            entry.hold.uses(entry)
+            for entries in (self._entries, *self._blocks.entries)
+            for entry in entries
+        )
+
+    @property
+    def _is_alike(self) -> bool:
+        return len({part.scope for part in self._parts}) == 1

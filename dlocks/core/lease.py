@@ -1,18 +1,14 @@
-"""Leases: how long a hold lasts, when it is renewed, and why it has ended."""
+"""Leases: how long a hold lasts, and when it is renewed."""
 
 from __future__ import annotations
 
 import dataclasses
-import threading
-from typing import TYPE_CHECKING
 
 from dlocks.backends.base import Backend
+from dlocks.core.policy import LockPolicy
 from dlocks.runtime import clock
 from dlocks.runtime.clock import FOREVER
 from dlocks.values import Claim, Grant
-
-if TYPE_CHECKING:
-    from dlocks.protocols import Policy
 
 # Seconds after which a short lease from the queue is first renewed.
 RENEW_SOON = 0.1
@@ -28,34 +24,31 @@ SLOW_TTLS = 10
 
 
 class Lease:
-    """The times of a hold by the clock of this process, and why it ended.
+    """The times of a hold by the clock of this process.
 
-    A hold in a transaction has no deadline, and ends with the transaction.
+    A hold in a transaction has no deadline, and ends with the transaction. Each method
+    writes what a reply says. Two replies that come together are both right, so no mutex
+    is needed.
     """
 
-    # Whether its holder has ended it, and why it is lost.
-    ended = False
-    lost: str | None = None
     # When the backend last answered a renewal.
     answered_at = 0.0
     # Why the last renewal failed, or nothing if it succeeded.
     failure = ""
 
     def __init__(
-        self, lock: Policy, backend: Backend, claim: Claim, grant: Grant, sent: float
+        self,
+        lock: LockPolicy,
+        backend: Backend,
+        claim: Claim,
+        grant: Grant,
+        sent: float,
     ) -> None:
         ttl = claim.ttl if grant.lease is None else min(grant.lease, claim.ttl)
         self.claim = claim
         self.max_hold = lock.max_hold
         self._renew_every = backend.renew_every
-        # Guards the end, and the count of entries, also in a signal handler.
-        self.mutex = threading.RLock()
         self.granted_at = clock.now()
-        # Until when the key stays taken after its release. Counted from the reply, so
-        # it is never too short by the row's begin_time.
-        self.taken_until = 0.0
-        if lock.min_hold:
-            self.keep_taken(lock.min_hold)
         # Counted from before the request, so it always passes before the backend's
         # deadline.
         self.deadline = FOREVER if claim.scope == "transaction" else sent + ttl
@@ -70,14 +63,6 @@ class Lease:
         self.renew_at = min(due, self.granted_at + self._renew_every)
 
     @property
-    def is_live(self) -> bool:
-        return clock.now() < self.deadline
-
-    @property
-    def is_over(self) -> bool:
-        return self.ended or self.lost is not None
-
-    @property
     def age(self) -> float:
         return clock.now() - self.granted_at
 
@@ -85,32 +70,6 @@ class Lease:
     def can_grow(self) -> bool:
         """Return whether a renewal may extend it, at most until ``max_hold``."""
         return self.deadline < min(self.last_at, self.kept_until)
-
-    @property
-    def kept_for(self) -> float:
-        """Return the seconds for which the key stays taken after its release."""
-        return max(0.0, self.taken_until - clock.now()) if self.taken_until else 0.0
-
-    def keep_taken(self, min_hold: float) -> None:
-        """Keep the key taken for at least ``min_hold`` seconds from now."""
-        if min_hold:
-            self.taken_until = max(self.taken_until, clock.now() + min_hold)
-
-    def end(self) -> bool:
-        """End it, and return whether it had not ended before."""
-        with self.mutex:
-            if self.ended:
-                return False
-            self.ended = True
-        return True
-
-    def lose(self, why: str) -> bool:
-        """Mark it as lost, and return whether it was not over before."""
-        with self.mutex:
-            if self.is_over:
-                return False
-            self.lost = why
-        return True
 
     def lost_at(self, *, may_be_late: bool) -> float:
         """Return when it is lost unless it is renewed."""
@@ -132,15 +91,12 @@ class Lease:
 
     def note_answer(self, sent: float, seconds: float) -> None:
         """Record a renewal that lasts for ``seconds`` from ``sent``."""
-        with self.mutex:
-            if self.is_over:
-                return
-            self.answered_at = clock.now()
-            self.deadline = max(self.deadline, min(sent + seconds, self.last_at))
-            step = min(self.claim.ttl / 3, self._renew_every)
-            if seconds >= step:
-                self.renew_at, self.failure = sent + step, ""
-                return
+        self.answered_at = clock.now()
+        self.deadline = max(self.deadline, min(sent + seconds, self.last_at))
+        step = min(self.claim.ttl / 3, self._renew_every)
+        if seconds >= step:
+            self.renew_at, self.failure = sent + step, ""
+            return
         # The row was locked, so the lease was not fully extended. Retry soon. (Without
         # ``renew``, it is not extended to its full ttl in any case.)
         renews = self.kept_until == FOREVER

@@ -70,12 +70,17 @@ class Transaction(Protocol):
 class Entry:
     """The use of a hold by one caller. It is open until it is left, once."""
 
-    __slots__ = ("caller", "lock")
+    __slots__ = ("acquired_by", "caller", "hold", "kept_until", "lock")
 
-    def __init__(self, caller: object, lock: object = None) -> None:
+    def __init__(self, caller: Any, lock: Any = None, hold: Any = None) -> None:
         self.caller = caller
-        # Has the options of this entry: ``on_lost`` and ``min_hold``.
+        # Has the options of this entry, such as ``on_lost``.
         self.lock = lock
+        self.hold = hold
+        # Until when the key stays taken after its release, because of ``min_hold``.
+        self.kept_until = 0.0
+        # The key, or the list of keys, of the lock whose ``acquire()`` made it.
+        self.acquired_by = ""
 
 
 class State(NamedTuple):
@@ -85,12 +90,19 @@ class State(NamedTuple):
     # The open entries, newest last, and those among them that a ``with`` block uses.
     entries: tuple[Entry, ...]
     blocks: tuple[Entry, ...] = ()
+    # Those that were added for a caller that has not received the hold yet.
+    arriving: tuple[Entry, ...] = ()
     # Transactions of ``hold.atomic()``, which keep the key whatever the clocks say.
     pins: tuple[Transaction, ...] = ()
     # Transactions in which a lease was left, and at whose end it is released.
     marks: tuple[Transaction, ...] = ()
     # The entry that has offered the hold to another process.
     offered: Entry | None = None
+    # The last entry that was left, while a transaction keeps the key.
+    left_by: Entry | None = None
+    # The locks that learn of a loss: those of the entries that were open then, or that
+    # of the last one that was left.
+    locks: tuple[Any, ...] = ()
     # Whether an entry was left because its work has failed.
     failed: bool = False
     reason: Reason | None = None
@@ -107,66 +119,99 @@ class Life:
     the interrupted one decides again.
     """
 
-    def __init__(self, caller: object, lock: object = None, *, block: bool = False):
+    def __init__(self, entry: Entry, *, block: bool = False) -> None:
         self._mutex = threading.RLock()
-        entry = Entry(caller, lock)
-        self._state = State(Phase.HELD, (entry,), (entry,) if block else ())
+        # Only ``_apply()`` writes it. Reading it is atomic.
+        self.state = State(Phase.HELD, (entry,), (entry,) if block else ())
+
+    def replace_mutex(self) -> None:
+        """Make a new mutex in a forked child. A thread of the parent may have it."""
+        self._mutex = threading.RLock()
 
     @property
-    def state(self) -> State:
-        return self._state
+    def is_kept(self) -> bool:
+        """Return whether an open transaction keeps the key."""
+        return _kept(self.state)
 
     @property
-    def entries(self) -> tuple[Entry, ...]:
-        return self._state.entries
+    def is_pinned(self) -> bool:
+        """Return whether an open transaction of ``hold.atomic()`` keeps the key."""
+        return bool(self.state.pins and _standing(self.state.pins))
 
-    def enter(
-        self, caller: object, lock: object = None, *, block: bool = False
-    ) -> Entry | None:
-        """Add an entry, and return it. Return None if the caller makes a claim instead.
+    def enter(self, entry: Entry, *, block: bool = False) -> bool:
+        """Add an entry. Return False if the caller makes a claim instead.
 
-        The marks stay, because another thread may be in their transactions.
+        The marks stay, because another thread may be in their transactions. Until
+        ``receive()``, only its own caller leaves the entry.
         """
-        entry = Entry(caller, lock)
 
         def rule(old: State) -> tuple[State, Effect]:
             if old.phase not in (Phase.HELD, Phase.LEFT):
                 return old, Effect.LOST
             return _opened(old, entry, block=block), Effect.NOTHING
 
-        return None if self._apply(rule) else entry
+        return not self._apply(rule)
 
-    def use(self, caller: object, ended: Collection[object] = ()) -> Entry | None:
-        """Return the entry that a ``with hold`` block of a caller uses, or None.
+    def receive(self, entry: Entry) -> None:
+        """Let the caller of an entry have the hold, which was verified."""
 
-        It is the newest entry of this caller that no block uses yet, or one that a
-        caller in ``ended`` has left behind. Another thread gets a new entry, so that
-        neither frees the key under the other. None means that the hold has ended, or
-        that a block uses each entry of this caller.
+        if entry not in self.state.arriving:
+            return
+
+        def rule(old: State) -> tuple[State, Effect]:
+            return old._replace(
+                arriving=_without(old.arriving, (entry,))
+            ), Effect.NOTHING
+
+        self._apply(rule)
+
+    def use(
+        self,
+        new_entry: Entry,
+        ended: Collection[object] = (),
+        preferred: Entry | None = None,
+        chosen: list[Entry | None] | None = None,
+    ) -> Entry | None:
+        """Return the entry that a ``with hold`` block uses, or None.
+
+        It is ``preferred``, or the newest entry, among those of the same caller that no
+        block uses yet. Another thread uses its new entry, in the place of one that a
+        caller in ``ended`` has left behind. So neither frees the key under the other.
+        None means that the hold has ended, or that a block uses each entry of this
+        caller. The result is also in ``chosen``, even if an interrupt follows.
         """
-        chosen: list[Entry | None] = []
+        chosen = [] if chosen is None else chosen
 
         def rule(old: State) -> tuple[State, Effect]:
             chosen[:] = [None]
             if old.phase is not Phase.HELD:
                 return old, Effect.NOTHING
-            mine = _of_caller(old.entries, caller)
-            free = _without(old.entries, old.blocks)
-            if own := _of_caller(free, caller):
-                entry, new = own[-1], old
+            mine = _of_caller(old.entries, new_entry.caller)
+            free = _without(old.entries, (*old.blocks, *old.arriving))
+            if own := _of_caller(free, new_entry.caller):
+                entry = preferred if preferred in own else own[-1]
+                new = old
             elif mine:
                 return old, Effect.NOTHING
             else:
-                entry, new = Entry(caller), old
-                if behind := _of_callers(free, ended):
-                    entry = Entry(caller, behind[-1].lock)
-                    new = old._replace(entries=_without(old.entries, behind[-1:]))
+                entry, new = new_entry, old
+                if behind := _of_callers(free, ended)[-1:]:
+                    new = old._replace(entries=_without(old.entries, behind))
+                    entry.lock, entry.kept_until = behind[0].lock, behind[0].kept_until
                 new = new._replace(entries=(*new.entries, entry))
             chosen[:] = [entry]
             return new._replace(blocks=(*new.blocks, entry)), Effect.NOTHING
 
         self._apply(rule)
         return chosen[0]
+
+    def stop_using(self, entry: Entry) -> None:
+        """Undo ``use()`` for a block that did not begin. The entry stays open."""
+
+        def rule(old: State) -> tuple[State, Effect]:
+            return old._replace(blocks=_without(old.blocks, [entry])), Effect.NOTHING
+
+        self._apply(rule)
 
     def leave(
         self,
@@ -175,8 +220,11 @@ class Life:
         *,
         failed: bool = False,
         verified: bool = False,
+        by: object = None,
     ) -> Effect:
         """Leave an entry. To leave it again does nothing.
+
+        ``by`` is another caller that leaves it. It leaves no entry that a block uses.
 
         ``transactions`` are those of the leaving thread that keep the key until they
         end. If the key stays, the first call returns VERIFY. The entry is open during
@@ -187,6 +235,8 @@ class Life:
         within = tuple(transactions)
 
         def rule(old: State) -> tuple[State, Effect]:
+            if by not in (None, entry.caller) and entry in old.blocks:
+                return old, Effect.REFUSED
             return _leave(old, entry, within, failed=failed, verified=verified)
 
         return self._apply(rule)
@@ -199,7 +249,7 @@ class Life:
         failed: bool = False,
         verified: bool = False,
     ) -> Effect:
-        """Leave the newest entry of a caller, or another one that no block uses.
+        """Leave the newest entry of a caller, or the oldest one that no block uses.
 
         A thread may release the hold that another thread has acquired, but not from
         under a block. Then the effect is REFUSED.
@@ -207,12 +257,14 @@ class Life:
         within = tuple(transactions)
 
         def rule(old: State) -> tuple[State, Effect]:
-            entries = _of_caller(old.entries, caller)
-            entries = entries or _without(old.entries, old.blocks)
-            if entries:
-                entry = entries[-1]
-                return _leave(old, entry, within, failed=failed, verified=verified)
-            return old, Effect.REFUSED if old.entries else Effect.NOTHING
+            received = _without(old.entries, old.arriving)
+            if own := _of_caller(received, caller):
+                entry = own[-1]
+            elif free := _without(received, old.blocks):
+                entry = free[0]
+            else:
+                return old, Effect.REFUSED if old.entries else Effect.NOTHING
+            return _leave(old, entry, within, failed=failed, verified=verified)
 
         return self._apply(rule)
 
@@ -226,6 +278,21 @@ class Life:
             return old._replace(pins=pins), Effect.NOTHING
 
         return self._apply(rule)
+
+    def unpin(self, transaction: Transaction | None = None) -> None:
+        """Forget the pins that do not stand, and one whose request has failed.
+
+        The thread of a transaction calls it, because it alone knows of a connection
+        that was lost.
+        """
+
+        def rule(old: State) -> tuple[State, Effect]:
+            pins = list(_standing(old.pins))
+            if transaction in pins:
+                pins.remove(transaction)
+            return old._replace(pins=tuple(pins)), Effect.NOTHING
+
+        self._apply(rule)
 
     def settle(self) -> Effect:
         """End a hold that was left, if no transaction keeps it any more.
@@ -266,7 +333,7 @@ class Life:
 
         return self._apply(rule)
 
-    def orphan(self, ended: Collection[object]) -> Effect:
+    def orphan(self, ended: Collection[object], why: str = "") -> Effect:
         """End a hold if the callers of all its entries are in ``ended``.
 
         It stays while a transaction keeps it, whose thread is at work.
@@ -279,11 +346,11 @@ class Life:
                 or len(_of_callers(old.entries, ended)) < len(old.entries)
             ):
                 return old, Effect.NOTHING
-            return _end(old, Reason.ORPHANED), Effect.RELEASE | Effect.REPORT
+            return _end(old, Reason.ORPHANED, why), Effect.RELEASE | Effect.REPORT
 
         return self._apply(rule)
 
-    def exit(self) -> Effect:
+    def exit(self, why: str = "") -> Effect:
         """End a hold because its process ends. An open block gets LockLost at its end.
 
         A hold that a transaction keeps stays with it. The process ends both.
@@ -297,23 +364,24 @@ class Life:
             if _kept(old):
                 return old, Effect.NOTHING
             told = Effect.REPORT if old.blocks else Effect.NOTHING
-            return _end(old, Reason.EXIT), Effect.RELEASE | told
+            return _end(old, Reason.EXIT, why), Effect.RELEASE | told
 
         return self._apply(rule)
 
     # To pass a hold to another process.
 
-    def offer(self, caller: object) -> bool:
+    def offer(self, callers: Collection[object]) -> bool:
         """Begin to pass the hold to another process, and return whether it can be.
 
-        It needs one entry, of this caller, and no transaction that keeps the key.
+        It needs one entry, and no transaction that keeps the key. If a block uses the
+        entry, it is a block of one of these callers.
         """
 
         def rule(old: State) -> tuple[State, Effect]:
             if (
                 old.phase is not Phase.HELD
                 or len(old.entries) != 1
-                or old.entries[0].caller is not caller
+                or (old.blocks and old.blocks[0].caller not in callers)
                 or _kept(old)
             ):
                 return old, Effect.LOST
@@ -353,14 +421,14 @@ class Life:
         """Replace the state by what a rule makes of it, and return the effect."""
         with self._mutex:
             while True:
-                old = self._state
+                old = self.state
                 new, effect = rule(old)
-                if self._state is not old:
+                if self.state is not old:
                     # A signal handler of this thread has changed it meanwhile.
                     continue
                 # No call lies between the comparison and this assignment, so no
                 # handler can strike there.
-                self._state = new
+                self.state = new
                 return effect
 
 
@@ -371,7 +439,9 @@ def _opened(old: State, entry: Entry, *, block: bool) -> State:
     return old._replace(
         phase=Phase.HELD,
         entries=(*old.entries, entry),
+        left_by=None,
         blocks=(*old.blocks, entry) if block else old.blocks,
+        arriving=(*old.arriving, entry),
     )
 
 
@@ -385,21 +455,38 @@ def _leave(
 ) -> tuple[State, Effect]:
     if entry not in old.entries:
         return old, Effect.NOTHING
-    new = old._replace(
-        entries=_without(old.entries, (entry,)),
-        blocks=_without(old.blocks, (entry,)),
-        failed=old.failed or failed,
-    )
+    failed = failed or old.failed
     if old.phase is Phase.ENDED:
+        new = old._replace(entries=_without(old.entries, (entry,)), failed=failed)
         return new, _effect_of_late_leave(new, entry)
-    # Kept also if entries remain: the last one to leave may be in no transaction.
-    new = new._replace(marks=(*_standing(old.marks), *_standing(within)))
-    if (new.entries or _kept(new)) and not verified:
+    is_last = len(old.entries) == 1
+    marks = old.marks
+    if within or marks:
+        # Kept also if entries remain: the last one to leave may be in no transaction.
+        # Each once, since a transaction may have any number of blocks.
+        marks = _standing(dict.fromkeys((*marks, *within)))
+    is_kept = bool(marks or (old.pins and _standing(old.pins)))
+    phase: Phase = old.phase
+    if (is_kept or not is_last) and not (verified or phase is Phase.DETACHING):
         return old, Effect.VERIFY
-    if new.entries or old.phase is Phase.DETACHING:
-        # The last entry decides, or else taken() and failed().
-        return new, Effect.NOTHING
-    return _settled(new)
+    reason, effect = old.reason, Effect.NOTHING
+    # The last entry decides, or else taken() and failed().
+    if is_last and phase is not Phase.DETACHING:
+        phase = Phase.LEFT
+        if not is_kept:
+            phase, reason, effect = Phase.ENDED, Reason.RELEASED, Effect.RELEASE
+    return old._replace(
+        phase=phase,
+        entries=() if is_last else _without(old.entries, (entry,)),
+        blocks=() if is_last else _without(old.blocks, (entry,)),
+        arriving=() if is_last else _without(old.arriving, (entry,)),
+        pins=old.pins if is_kept else (),
+        marks=marks,
+        left_by=entry if is_kept else None,
+        locks=(entry.lock,),
+        failed=failed,
+        reason=reason,
+    ), effect
 
 
 def _effect_of_late_leave(new: State, entry: Entry) -> Effect:
@@ -433,11 +520,21 @@ def _lose(old: State, why: str) -> tuple[State, Effect]:
 
 def _end(old: State, reason: Reason, why: str = "") -> State:
     return old._replace(
-        phase=Phase.ENDED, pins=(), marks=(), reason=reason, why=why or reason.value
+        phase=Phase.ENDED,
+        pins=(),
+        marks=(),
+        left_by=None,
+        locks=tuple([entry.lock for entry in old.entries]) or old.locks,
+        failed=old.failed or reason in (Reason.ORPHANED, Reason.EXIT),
+        reason=reason,
+        why=why,
     )
 
 
 def _kept(state: State) -> bool:
+    if not (state.pins or state.marks):
+        # Usually there are none, and this is the only cost.
+        return False
     return bool(_standing(state.pins) or _standing(state.marks))
 
 

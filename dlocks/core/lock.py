@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import sys
 from asyncio import _get_running_loop
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Never, TypeVar, cast
 
 from dlocks.conf import backends
+from dlocks.core import callers
 from dlocks.core.acquire import Acquisition
-from dlocks.core.callers import (
-    Caller,
-    current_caller,
-    enter_block,
-    forget_block,
-    hold_by,
-    innermost_block,
-    last_acquired,
-    place_of,
-    read_outside,
-)
+from dlocks.core.callers import Acquired, Blocks, Caller, current_caller, place_of
+from dlocks.core.claims import hold_at
 from dlocks.core.drive import TaskWakeup, ThreadWakeup, adrive, drive
-from dlocks.core.hold import Hold
-from dlocks.core.policy import LockPolicy
-from dlocks.exceptions import LockError, LockTimeout
+from dlocks.core.hold import (
+    Hold,
+    MultiHold,
+    leave_block,
+    leave_entries,
+    leave_interrupted,
+)
+from dlocks.core.policy import LockPolicy, check_key
+from dlocks.exceptions import LockTimeout
 from dlocks.runtime.coroutines import (
     acquiring,
     is_away_from_tenant,
@@ -38,6 +35,8 @@ from dlocks.runtime.requests import refuse_nested
 from dlocks.values import Holder
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+AWAIT = "'async with', or 'await lock.aacquire()'"
 
 # Names that locks of other libraries have, and that the hold has here.
 OF_THE_HOLD = {
@@ -56,32 +55,53 @@ OF_THE_HOLD = {
 class Lock(LockPolicy):
     """A key and a policy, as returned by ``db_lock()``."""
 
-    _acquisition: ClassVar[Any] = Acquisition
+    # The locks of the single keys, if there are several.
+    locks: ClassVar[tuple[Lock, ...]] = ()
+    # The open ``with`` blocks of this object. A copy has none of them.
+    _blocks: Blocks = field(default_factory=Blocks, init=False, compare=False)
+
+    def __getstate__(self) -> list[Any]:
+        return [getattr(self, one.name) for one in fields(self) if one.init]
+
+    def __setstate__(self, state: list[Any]) -> None:
+        named = [one for one in fields(self) if one.init]
+        for one, value in zip(named, state, strict=True):
+            object.__setattr__(self, one.name, value)
+        object.__setattr__(self, "_blocks", Blocks())
 
     def acquire(self) -> Hold:
         """Wait for the key up to ``timeout``, and return the hold.
 
         Raise LockTimeout when the key is still not free.
         """
-        return self._acquire(current_caller(), wait=True, keep=True)
+        refuse_in_a_coroutine(AWAIT)
+        acquisition = Acquisition(self, current_caller(), ThreadWakeup(), keep=True)
+        # One line, so that no interrupt can come between the grant and the return.
+        return drive(acquisition)  # type: ignore[no-any-return]
 
     def try_acquire(self) -> Hold | None:
         """Try once, without waiting. Return None if another caller holds the key."""
+        refuse_in_a_coroutine(AWAIT)
+        caller, wakeup = current_caller(), ThreadWakeup()
+        acquisition = Acquisition(self, caller, wakeup, wait=False, keep=True)
         try:
-            return self._acquire(current_caller(), wait=False, keep=True)
+            return drive(acquisition)  # type: ignore[no-any-return]
         except LockTimeout:
             return None
 
     def release(self) -> None:
-        """Release the hold that this caller acquired last by this lock.
+        """Leave the hold that this caller acquired last by this lock.
 
-        If this task has acquired none, release that of a task of the same event loop
-        that is done, as after ``asyncio.wait_for(lock.aacquire(), 5)``. The hold of a
+        The last use to end releases the key. After the end of the hold's own
+        transaction this does nothing.
+
+        If this task has acquired none, leave that of a task of the same event loop that
+        is done, as after ``asyncio.wait_for(lock.aacquire(), 5)``. The hold of a
         running task is never meant. Raise RuntimeError if there is none, and LockLost
         if it was lost.
         """
         refuse_in_a_coroutine("'await lock.arelease()'")
-        self._last(current_caller()).release()
+        self._release(current_caller())
 
     def held(self) -> bool:
         """Return whether this caller holds the key. This does no I/O.
@@ -89,10 +109,11 @@ class Lock(LockPolicy):
         The hold is one of this thread or task, or one that ``release()`` would release.
         """
         backend, caller = backends[self.using], current_caller()
-        mine = hold_by((caller, backend.identity, self._full_key(backend), self.shared))
-        if mine is None or not mine.count:
-            mine = last_acquired(self, caller)
-        return mine is not None and mine.count > 0 and mine.held
+        hold = hold_at(caller, (backend.identity, self._full_key(backend), self.shared))
+        if hold is not None and hold.count and hold.held:
+            return True
+        last = callers.last_acquired(self, caller)
+        return last is not None and last.hold.held
 
     def holder(self) -> Holder | None:
         """Return the holder of the key, or None.
@@ -101,7 +122,7 @@ class Lock(LockPolicy):
         """
         backend = backends[self.using]
         ask = partial(backend.holder, self._full_key(backend))
-        return read_outside(ask, backend, OUTSIDE_TIMEOUT)
+        return callers.read_outside(ask, backend, OUTSIDE_TIMEOUT)
 
     def locked(self) -> bool:
         """Return whether the key is leased, by this caller or another."""
@@ -109,33 +130,19 @@ class Lock(LockPolicy):
         return holder is not None and not holder.stale
 
     def __enter__(self) -> Hold:
-        caller, frame = current_caller(), sys._getframe(1)
+        refuse_in_a_coroutine(AWAIT)
+        frame, caller = sys._getframe(1), current_caller()
         place = id(frame), frame.f_code
-        block = caller, self, self._acquire(caller, wait=True, keep=False), place
-        try:
-            enter_block(block)
-        except BaseException:
-            forget_block(block)
-            with suppress(LockError):
-                block[2].release(failed=True)
-            raise
-        return block[2]
+        acquisition = Acquisition(self, caller, ThreadWakeup(), place=place)
+        return drive(acquisition)  # type: ignore[no-any-return]
 
     def __exit__(self, kind: object, error: BaseException | None, *exc: object) -> None:
-        block = count = None
+        block = None
         try:
-            block = innermost_block(self, sys._getframe(1))
-            count = block[2].count
-            block[2].exit(error)
-            forget_block(block)
+            block = self._blocks.to_end(sys._getframe(1), self.key)
+            leave_block(self._blocks, block, error)
         except BaseException as trouble:
-            block = block or innermost_block(self, sys._getframe(1))
-            hold = block[2]
-            if not isinstance(trouble, LockError) and count in {None, hold.count}:
-                # Interrupted before anything was released.
-                with suppress(Exception):
-                    hold.release(failed=True)
-            forget_block(block)
+            leave_interrupted(self._blocks, block, sys._getframe(1), trouble)
             raise
 
     def __call__(self, function: F) -> F:
@@ -149,7 +156,7 @@ class Lock(LockPolicy):
     # coroutine waits.
 
     async def aacquire(self) -> Hold:
-        return await self._aacquire(wait=True, keep=True)
+        return await self._aacquire(keep=True)
 
     async def atry_acquire(self) -> Hold | None:
         try:
@@ -159,11 +166,11 @@ class Lock(LockPolicy):
 
     async def arelease(self) -> None:
         caller = current_caller()
-        last = last_acquired(self, caller)
+        last = callers.last_acquired(self, caller)
         # Together, so that a cancellation comes after the release.
         await run_in_sync_thread(
-            lambda: self._last(caller).release(),
-            in_transaction_only=last is not None and last.scope == "transaction",
+            partial(self._release, caller),
+            in_transaction_only=last is not None and last.hold.scope == "transaction",
         )
 
     async def aholder(self) -> Holder | None:
@@ -177,22 +184,20 @@ class Lock(LockPolicy):
         )
 
     async def __aenter__(self) -> Hold:
-        hold = await self._aacquire(wait=True, keep=False)
+        callers.note_context(current_caller())
         # The coroutine or the generator that awaits this.
-        place = place_of(sys._getframe().f_back)
-        enter_block((current_caller(), self, hold, place))
-        return hold
+        return await self._aacquire(place=place_of(sys._getframe().f_back))
 
     async def __aexit__(
         self, kind: object, error: BaseException | None, traceback: object
     ) -> None:
-        block = innermost_block(self, sys._getframe().f_back)
-        forget_block(block)
+        block = self._blocks.to_end(sys._getframe().f_back, self.key)
+        leave, hold = partial(leave_block, self._blocks, block, error), block.hold
         if isinstance(error, GeneratorExit) and _get_running_loop() is None:
             # The coroutine is closed outside of its loop. Nothing can be awaited.
-            keeper.post(partial(block[2].exit, error), block[2].backend)
+            keeper.post(leave, hold.backend)
             return
-        await block[2].aleave(error)
+        await run_in_sync_thread(leave, in_transaction_only=hold.scope == "transaction")
 
     # Internal methods.
 
@@ -216,32 +221,22 @@ class Lock(LockPolicy):
         fixed = backend.has_fixed_prefix or is_away_from_tenant()
         return None if fixed else backend.prefix + self.keys[0]
 
-    def _last(self, caller: Caller) -> Hold:
+    def _release(self, caller: Caller) -> None:
         # First, because it could not be released again.
         refuse_nested()
-        last = last_acquired(self, caller, take=True)
-        # Another thread may be ending it at this moment.
-        hold: Hold | None = None if last is None else last.hold
-        if hold is None:
+        last: Acquired | None = callers.last_acquired(self, caller)
+        if last is None:
+            kind = "task" if hasattr(caller, "get_loop") else "thread"
             raise RuntimeError(
-                f"{self.key!r} was not acquired by this"
-                f" {'task' if hasattr(caller, 'get_loop') else 'thread'}, or"
-                " has been released. 'lock.release()' releases what 'lock.acquire()' of"
-                " the same lock returned."
+                f"{self.key!r} was not acquired by this {kind}, or has been released."
+                " 'lock.release()' releases what 'lock.acquire()' of the same lock"
+                " returned."
             )
-        return hold
+        leave_entries(last.entries, failed=False, block=False)
 
-    def _acquire(self, caller: Caller, *, wait: bool, keep: bool) -> Hold:
-        """Acquire the key. With ``keep``, the hold is kept alive until it ends."""
-        refuse_in_a_coroutine("'async with', or 'await lock.aacquire()'")
-        wakeup = ThreadWakeup()
-        acquisition = self._acquisition(self, caller, wakeup, wait=wait, keep=keep)
-        # One line, so that no interrupt can come between the grant and the return.
-        return drive(acquisition)  # type: ignore[no-any-return]
-
-    async def _aacquire(self, *, wait: bool, keep: bool) -> Hold:
+    async def _aacquire(self, **options: Any) -> Hold:
         wakeup, caller = TaskWakeup(), current_caller()
-        begin = partial(self._acquisition, self, caller, wakeup, wait=wait, keep=keep)
+        begin = partial(Acquisition, self, caller, wakeup, **options)
         if backends[self.using].has_fixed_prefix:
             acquisition = begin()
         else:
@@ -254,6 +249,74 @@ class Lock(LockPolicy):
         finally:
             acquiring.discard(caller)
         return hold
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class MultiLock(Lock):
+    """A lock on several keys, as returned by ``db_lock()``.
+
+    It is acquired when all keys are. All are requested at once, in one statement where
+    the backend can. If one is busy, they are acquired one by one, in the order of their
+    bytes and each in its queue. So no two callers wait for each other. ``timeout``
+    covers all keys together. When it passes, the keys acquired so far are released.
+    ``key`` lists all keys, for people.
+    """
+
+    # One lock per key, in order.
+    locks: tuple[Lock, ...] = ()  # type: ignore[misc]
+
+    def __post_init__(self) -> None:
+        """Check nothing. The lock of each key checks itself."""
+
+    @classmethod
+    def of(cls, keys: Sequence[str], **options: Any) -> MultiLock:
+        """Return the lock on the keys. A duplicate key counts once."""
+        for key in keys:
+            check_key(key)
+        # Strings sort like their UTF-8, also behind a common prefix.
+        ordered = sorted(set(keys))
+        locks = tuple(Lock(key=key, **options) for key in ordered)
+        # As the locks have them, with durations in seconds.
+        policy = {name: getattr(locks[0], name) for name in options}
+        return cls(key=", ".join(ordered), locks=locks, **policy)
+
+    # These return the hold of several keys. Type checkers need to know.
+    if TYPE_CHECKING:
+
+        def acquire(self) -> MultiHold: ...
+        def try_acquire(self) -> MultiHold | None: ...
+        def __enter__(self) -> MultiHold: ...
+        async def aacquire(self) -> MultiHold: ...
+        async def atry_acquire(self) -> MultiHold | None: ...
+        async def __aenter__(self) -> MultiHold: ...
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return tuple(lock.key for lock in self.locks)
+
+    def __call__(self, function: Any) -> Any:
+        raise TypeError(
+            "A lock on several keys cannot be a decorator. Use 'with db_lock(…)' inside"
+            " the function."
+        )
+
+    def holder(self) -> Any:
+        """Return the holder of the first key that is held, or None."""
+        return next(
+            (holder for lock in self.locks if (holder := lock.holder()) is not None),
+            None,
+        )
+
+    def locked(self) -> bool:
+        """Return whether any of the keys is leased, by this caller or another."""
+        return any(lock.locked() for lock in self.locks)
+
+    def held(self) -> bool:
+        """Return whether this caller holds all keys. This does no I/O."""
+        last = callers.last_acquired(self, current_caller())
+        return (last is not None and last.hold.held) or all(
+            lock.held() for lock in self.locks
+        )
 
 
 # The function that puts a function under a lock. The module of the decorators adds it,

@@ -6,14 +6,11 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from dlocks.backends.base import Backend
 from dlocks.conf import DEFAULT_ALIAS
 from dlocks.values import KEY_LENGTH, UNLIMITED, Scope, seconds
-
-if TYPE_CHECKING:
-    from dlocks.core.hold import Hold
 
 
 class FromSettings:
@@ -47,7 +44,7 @@ class LockPolicy:
     shared: bool = False
     permits: int = UNLIMITED
     release_at: Literal["transaction", "exit"] = "transaction"
-    on_lost: Callable[[Hold], object] | None = None
+    on_lost: Callable[[Any], object] | None = None
 
     def __post_init__(self) -> None:
         check_key(self.key)

@@ -187,9 +187,12 @@ class LeaderElection(ElectionState):
         for delay in delays(clock.FOREVER, *RETRY_DELAYS):
             try:
                 acquisition = Acquisition(
-                    self._lock, current_caller(), self._wakeup, wait=True
+                    self._lock,
+                    current_caller(),
+                    self._wakeup,
+                    is_stopped=lambda: self._stopping,
                 )
-                hold = drive(acquisition, lambda: self._stopping)
+                hold = drive(acquisition)
                 # A call in between might raise an interrupt, and lose the hold.
                 self._hold = (await hold) if self._in_task else hold
                 return
@@ -199,7 +202,7 @@ class LeaderElection(ElectionState):
 
     async def _lead(self, hold: Hold) -> None:
         # The leader holds the key for as long as it runs.
-        hold._state.slow_reported = True
+        hold.has_no_limit()
         facts = self.name, hold.claim.holder, hold.token
         logger.info("Elected %r: %s, token %d", *facts)
         work: asyncio.Future[Any] | None = None

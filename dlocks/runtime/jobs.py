@@ -127,9 +127,9 @@ class WorkerJobs:
         try:
             # The caller may have entered the hold again since this was posted.
             if hold.to_settle:
-                hold.settle(timeout=0.0)
-            elif hold.is_abandoned:
-                hold.end_abandoned()
+                hold.settle()
+            elif hold.watch.is_abandoned(hold):
+                hold.watch.end_abandoned(hold)
         finally:
             worker.settling.discard(hold)
 
@@ -156,7 +156,7 @@ class WorkerJobs:
             for hold in holds:
                 # The reply is here. The next renewal may already be due, and must not
                 # be waited for.
-                hold.check_expiry()
+                hold.watch.check_expiry(hold)
         finally:
             del worker.renewing[backend]
             self.check_soon()

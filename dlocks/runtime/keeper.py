@@ -15,6 +15,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from django.db import connections
@@ -139,11 +140,6 @@ class Keeper(WorkerJobs):
         """Stop keeping a hold whose caller has entered it again."""
         self._left.discard(hold)
 
-    def keeps_for(self, caller: Any) -> bool:
-        """Return whether a thread or task holds any lock."""
-        with self._mutex:
-            return any(caller in hold.callers for hold in self.holds)
-
     def drop(self, hold: Any) -> None:
         """Stop watching a hold."""
         with self._mutex:
@@ -252,7 +248,7 @@ class Keeper(WorkerJobs):
         # No other thread can start any more, and a pool may be exhausted.
         leave_pools()
         reports = [
-            self._at_exit(hold.end_at_exit)
+            self._at_exit(partial(hold.watch.end_at_exit, hold))
             for hold in holds
             if not (self.is_exiting and _is_at_work(hold))
         ]
@@ -345,9 +341,10 @@ class Keeper(WorkerJobs):
                 self._jobs.clear()
                 holds = self.holds
                 now = clock.now()
+                # A copy, since a finalizer in this thread may add a function.
                 deferred = list(
                     (function, worker)
-                    for function, (due, worker) in self._deferred.items()
+                    for function, (due, worker) in self._deferred.copy().items()
                     if due <= now
                 )
                 for function, worker in deferred:
@@ -389,7 +386,7 @@ class Keeper(WorkerJobs):
         due = min(
             [
                 *map(self._due_at, self.holds),
-                *(due for due, _ in self._deferred.values()),
+                *(due for due, _ in self._deferred.copy().values()),
             ],
             default=FOREVER,
         )
@@ -402,7 +399,7 @@ class Keeper(WorkerJobs):
     def _due_at(self, hold: WatchedHold) -> float:
         reply_by = self._reply_by(hold)
         return (
-            hold.due_at
+            hold.watch.due_at(hold)
             if reply_by is None or hold.in_transactions
             else max(hold.lease.deadline, reply_by)
         )
@@ -412,14 +409,14 @@ class Keeper(WorkerJobs):
             # The call that ended the hold was interrupted before it dropped it.
             self.drop(hold)
             return
-        hold.watch_callers()
-        if hold.to_settle or hold.is_abandoned:
+        hold.watch.watch_callers(hold)
+        if hold.to_settle or hold.watch.is_abandoned(hold):
             self._post_settling(hold)
             return
-        hold.report_slow()
+        hold.watch.report_slow(hold)
         reply_by = self._reply_by(hold)
         if reply_by is None or clock.now() >= reply_by:
-            hold.check_expiry()
+            hold.watch.check_expiry(hold)
 
     # Forks.
 
@@ -434,7 +431,7 @@ class Keeper(WorkerJobs):
     def _forked(self) -> None:
         for hold in self.holds:
             # A thread of the parent may have held it.
-            hold.lease.mutex = threading.RLock()
+            hold.life.replace_mutex()
         self._reset()
 
 
@@ -450,6 +447,7 @@ def shutdown() -> None:
 
     A hold with an open block is lost: ``on_lost`` and ``lock_lost`` report it, and the
     block ends with LockLost. A hold without a block is released with a warning. If its
-    caller still releases it, that raises LockLost.
+    caller still releases it, that raises LockLost. A hold that an open transaction
+    keeps lasts until that transaction ends.
     """
     keeper.exit()

@@ -18,9 +18,8 @@ from dlocks.backends.database.backend import DatabaseBackend
 from dlocks.backends.database.fragments import MICROSECONDS
 from dlocks.backends.memory import MemoryBackend
 from dlocks.conf import DEFAULT_ALIAS, backends
-from dlocks.core.hold import Hold
+from dlocks.core.hold import Hold, MultiHold
 from dlocks.core.lock import Lock
-from dlocks.core.multi_hold import MultiHold
 from dlocks.exceptions import LockError
 from dlocks.runtime import clock
 from dlocks.runtime.keeper import keeper
@@ -143,7 +142,7 @@ def lose(hold: Hold | str, *, using: str = DEFAULT_ALIAS) -> None:
         thief = Claim(key=key, ttl=LONG_AGO, holder=HOLDER, owner_ip=HOLDER_IP)
         _take(hold.backend, thief)
         hold.backend.release(thief)
-    hold._state.lose(f"{HOLDER} took it over, for a test")
+    hold._parts[0].lose(f"{HOLDER} took it over, for a test")
 
 
 class FrozenClock:
@@ -244,7 +243,7 @@ def _live(hold: Hold | str, using: str) -> Hold:
         ]
         if not found:
             raise RuntimeError(f"This process has no lease on {hold!r}.")
-        hold = cast("Hold", found[0].hold)
+        hold = cast("Hold", found[0].face)
     if isinstance(hold, MultiHold):
         # The loss of the first hold is the loss of all.
         hold = hold.holds[0]

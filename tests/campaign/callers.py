@@ -311,6 +311,9 @@ class Actor:
             if not any(entry.excuse for entry in mine):
                 self.round.note("lost", f"entry: {what}", f"{self.name}: {text}")
             return
+        if "cannot be upgraded" in text:
+            # It uses the read lock that another caller has acquired.
+            return
         if mine:
             self.suspect(mine, text, f"{what}: {type(error).__name__}")
         elif not isinstance(error, LockError):

@@ -119,6 +119,9 @@ def _overlaps(entries, key, mode):
             if other[2] != one[2] and other[0] < one[0] < other[1]
         }
         for other in others.values():
+            if other[4].caller is one[4].caller:
+                # The caller that uses a write lock may also acquire the read lock.
+                continue
             both = one[3] and other[3]
             if both and (mode == "rw" or len(others) < PERMITS):
                 continue

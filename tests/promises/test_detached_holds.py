@@ -77,6 +77,8 @@ def test_a_hold_is_not_detached_under_the_block_of_another_thread(
             hold.detach()
         hold.check()
         finish()
+        # The thread that has acquired it keeps it after the block of another one.
+        hold.release()
         assert not is_busy("export:7", using)
 
 
@@ -97,14 +99,18 @@ async def test_a_hold_is_not_detached_under_the_block_of_another_task(using):
             resumed = await aresume_hold(await detach(hold))
             await resumed.arelease()
 
-    for begin in (lambda: lock, lock.acquire):
+    async def give_lock():
+        return lock
+
+    for begin in give_lock, lock.aacquire:
         for detach in (
             lambda hold: hold.adetach(),
             lambda hold: asyncio.wait_for(hold.adetach(), 20),
             lambda hold: sync_to_async(hold.detach)(),
         ):
             entered, end = asyncio.Event(), asyncio.Event()
-            block = await sync_to_async(begin)()
+            # The task that acquires is done when another one uses the hold.
+            block = await asyncio.create_task(begin())
             task = asyncio.create_task(work(block, detach, entered, end))
             await entered.wait()
             with pytest.raises(RuntimeError, match="another thread or task is in a"):

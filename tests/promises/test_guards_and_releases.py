@@ -33,8 +33,9 @@ def are_busy(is_busy):
 
 @for_each("name", ["pessimistic", "optimistic", "insert"])
 @for_each("keys", ["a", "ab"])
+@for_each("at", ["refusal", "release"])
 def test_a_release_does_not_wait_for_a_guarded_transaction(
-    name, keys, stops, threads, is_busy, are_busy
+    name, keys, at, stops, threads, is_busy, are_busy
 ):
     """A guard that begins during the release is refused, or it keeps the key.
 
@@ -42,7 +43,7 @@ def test_a_release_does_not_wait_for_a_guarded_transaction(
     """
     using = f"stopping {name}"
     hold = db_lock(*keys, using=using, release_at="exit").acquire()
-    leaving = stops.at("refusal")
+    leaving = stops.at("release_all" if (keys, at) == ("ab", "release") else at)
     other = threads(hold.release)
     leaving.wait()
     with suppress(LockLost), hold.atomic():

@@ -207,3 +207,19 @@ def test_a_hold_is_entered_again_in_the_transaction_in_which_it_was_left(
                 pass
             assert is_kept("one key", using)
     assert not is_kept("one key", using)
+
+
+def test_a_commit_does_not_wait_for_a_hold_that_was_lost(until):
+    """A lease that was left in the transaction ends before it, since nobody renews it.
+
+    Nothing is to be released at the commit, which takes no longer than usual.
+    """
+    lock = lock_of("one key", "memory", ttl=1, renew=False)
+    with transaction.atomic():
+        with lock as hold:
+            pass
+        assert hold.held
+        until(lambda: not hold.held)
+        time.sleep(0.3)
+        began = time.monotonic()
+    assert time.monotonic() < began + 1

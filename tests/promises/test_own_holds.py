@@ -24,6 +24,7 @@ async def test_a_permit_is_known_after_another_one_was_left(do, using, is_busy):
     """With ``reentrant=False`` a caller has several permits, and leaves one.
 
     ``held()`` stays True, and the write lock is refused instead of waited for.
+    ``release()`` of the semaphore leaves them one by one.
     """
     permits = db_semaphore("stock:7", 3, reentrant=False, using=using, timeout=0)
     write = db_lock("stock:7", using=using, timeout=0)
@@ -45,6 +46,11 @@ async def test_a_permit_is_known_after_another_one_was_left(do, using, is_busy):
             await do.ask(write, "acquire")
         await do.ask(fourth, "release")
         assert not permits.held()
+    for _ in range(2):
+        await do.ask(permits, "acquire")
+    for _ in range(2):
+        assert permits.held()
+        await do.ask(permits, "release")
     await do.ask(await do.ask(write, "acquire"), "release")
 
 

@@ -242,6 +242,53 @@ def strike_in_dlocks():
     sys.settrace(before)
 
 
+def test_an_interrupt_before_a_block_keeps_no_hold_of_another_thread(
+    strike_in_dlocks, in_other_thread, is_busy
+):
+    """A block that does not begin leaves nothing that only its own caller could leave.
+
+    Another thread has acquired the hold, and its release frees the key.
+    """
+    lock, has_begun, taken = db_lock("stock:7", using="memory"), [], []
+    for number in itertools.count():
+        hold = in_other_thread(lock.acquire)
+
+        def use(hold=hold):
+            with hold:
+                has_begun.append(True)
+
+        struck = strike_in_dlocks(number, use)
+        in_other_thread(hold.release)
+        if is_busy("stock:7", "memory"):
+            taken.append((number, bool(has_begun)))
+            hold.release()
+        if has_begun or not struck:
+            break
+    assert number > 10
+    # Only this test strikes after the last call of ``__enter__()``. Python handles no
+    # signal when a function that is written in Python returns.
+    assert [one for one in taken if one != (number - 1, False)] == []
+
+
+@pytest.mark.parametrize("keys", [("stock:7",), ("stock:7", "stock:8")])
+def test_an_interrupt_of_a_release_frees_no_key_before_the_commit(
+    strike_in_dlocks, is_busy, keys
+):
+    """The caller may catch the error of the handler, and commit all the same."""
+    lock, struck = db_lock(*keys, using="memory", scope="lease"), True
+    for number in itertools.count():
+        lock.acquire()
+        with transaction.atomic():
+            struck = strike_in_dlocks(number, lock.release)
+            assert is_busy("stock:7", "memory"), number
+        with contextlib.suppress(RuntimeError):
+            lock.release()
+        assert not is_busy("stock:7", "memory"), number
+        if not struck:
+            break
+    assert number > 10
+
+
 @pytest.mark.parametrize("entries", [1, 2])
 def test_a_release_is_interrupted_as_a_whole(strike_in_dlocks, is_busy, entries):
     """Either an entry is left, or ``release()`` can be called once more."""

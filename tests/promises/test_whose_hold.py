@@ -366,30 +366,79 @@ async def test_a_stack_may_enter_in_a_task_that_is_done(kind, until, is_busy):
 
 @pytest.mark.front
 @pytest.mark.parametrize("keys", [KEYS[:1], KEYS])
-def test_no_two_blocks_of_a_hold_end_one_entry(keys, threads):
-    """Several threads begin a block of a hold that was acquired once.
+def test_each_block_of_a_hold_keeps_the_key_for_itself(keys, threads, is_busy):
+    """Several threads use a hold that another one has acquired, and releases.
 
-    One of them succeeds, and holds the key until the end of its block. The others get
-    an error. The threads yield at random moments.
+    Whoever is last releases the key: no block loses it to the end of another one, or to
+    the release. The threads yield at random moments.
     """
     lock = db_lock(*keys, using="memory")
     for number in range(40):
         hold = lock.acquire()
-        start = threading.Barrier(2)
+        start, acquired = threading.Barrier(3), hold
 
         def use(seed, hold=hold, start=start):
             start.wait(20)
             with yielding(seed, often=0.2):
                 try:
                     with hold:
-                        return hold.count
+                        hold.check()
+                        return True
                 except RuntimeError as error:
+                    # The hold was released before the block began.
                     assert "has been released" in str(error)
                     return None
 
         users = [threads(partial(use, 2 * number + one)) for one in range(2)]
+        start.wait(20)
+        with yielding(-number, often=0.2):
+            acquired.release()
         for one in users:
             one.join(20)
-        counts = [one.results[0] for one in users]
-        assert sorted(counts, key=str) == [1, None], (number, counts)
         assert not hold.held
+        assert not any(is_busy(key, "memory") for key in keys), number
+
+
+@pytest.mark.front
+@pytest.mark.parametrize("keys", [KEYS[:1], KEYS])
+def test_the_release_of_its_caller_takes_no_hold_from_a_block(
+    keys, threads, in_other_thread, is_busy
+):
+    """A thread acquires, and passes the hold to a thread that uses it in a block.
+
+    Only the end of that block frees the key, and no third thread releases it before.
+    """
+    hold = db_lock(*keys, using="memory").acquire()
+    entered, end = threading.Event(), threading.Event()
+
+    def use():
+        with hold:
+            entered.set()
+            assert end.wait(20)
+            hold.check()
+
+    user = threads(use)
+    assert entered.wait(20)
+    hold.release()
+    assert hold.held
+    if len(keys) == 1:
+        with pytest.raises(RuntimeError, match="in a block that holds it"):
+            in_other_thread(hold.release)
+    assert all(is_busy(key, "memory") for key in keys)
+    end.set()
+    user.join(20)
+    assert not any(is_busy(key, "memory") for key in keys)
+
+
+@pytest.mark.front
+@pytest.mark.parametrize("keys", [KEYS[:1], KEYS])
+def test_no_other_thread_releases_a_lock_under_its_block(
+    keys, in_other_thread, is_busy
+):
+    """The hold of a ``with db_lock(…)`` block is refused to other threads."""
+    with db_lock(*keys, using="memory") as hold:
+        with pytest.raises(RuntimeError, match="in a block that holds it"):
+            in_other_thread(hold.release)
+        hold.check()
+        assert all(is_busy(key, "memory") for key in keys)
+    assert not any(is_busy(key, "memory") for key in keys)

@@ -31,7 +31,7 @@ from django_tenants.utils import schema_context as tenant
 
 from dlocks import db_lock, db_semaphore, history, resume_hold
 from dlocks.models import HoldRecord, ResourceLock
-from tests.internals import backends, holds_by_caller, schemas
+from tests.internals import backends, callers, schemas
 from tests.tenants.models import Client, Domain
 from tests.tenants.settings import DATABASE
 
@@ -71,7 +71,7 @@ def share_alone():
         cursor.execute("DELETE FROM public.dlocks_resourcelock")
         cursor.execute("DELETE FROM public.dlocks_holdrecord")
     # A new process has no holds, and looks for the tables again.
-    holds_by_caller.clear()
+    callers.reset()
     schemas._schemas.clear()
     backends.reset()
 

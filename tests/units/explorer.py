@@ -36,8 +36,8 @@ class World:
     """
 
     def __init__(self, *, block: bool) -> None:
-        self.life = Life("A", block=block)
-        self.first = self.life.entries[0]
+        self.first = Entry("A")
+        self.life = Life(self.first, block=block)
         self.owner: str | None = "hold"
         # The transaction that has locked the row.
         self.guard: Transaction | None = None
@@ -97,6 +97,7 @@ class World:
             state.phase,
             tuple([number(one, one.caller) for one in state.entries]),
             tuple([number(one, one.caller) for one in state.blocks]),
+            tuple([number(one, one.caller) for one in state.arriving]),
             tuple([(one.name, one.stands) for one in state.pins]),
             frozenset([(one.name, one.stands) for one in state.marks]),
             number(state.offered) if state.offered else None,
@@ -165,12 +166,13 @@ def block(name: str = "B", *, cancelled: bool = False, **end: Any) -> Caller:
     """Enter the hold, check with the backend, work, and leave."""
 
     def steps(w: World) -> Steps:
-        entry = w.saw(name, w.life.enter(name, block=True))
-        if entry is None:
+        entry = Entry(name)
+        if not w.saw(name, w.life.enter(entry, block=True)):
             # The caller makes a claim of its own.
             return
         gone = yield from verify(w, name)
         if not gone and not cancelled:
+            w.life.receive(entry)
             w.inside[name] = w.owner == "hold"
             yield
         yield from end_of(w, name, entry, **end)
@@ -182,7 +184,10 @@ def abandoner(name: str = "B") -> Caller:
     """Enter the hold, and end without leaving it."""
 
     def steps(w: World) -> Steps:
-        w.saw(name, w.life.enter(name))
+        entry = Entry(name)
+        if w.saw(name, w.life.enter(entry)):
+            yield
+            w.life.receive(entry)
         yield
         yield from perform(w, name, w.life.orphan(["A", name]))
 
@@ -237,7 +242,7 @@ def user(name: str = "U", ended: Sequence[str] = ()) -> Caller:
     """Use the hold of another thread in a ``with hold`` block."""
 
     def steps(w: World) -> Steps:
-        entry = w.saw(name, w.life.use(name, ended))
+        entry = w.saw(name, w.life.use(Entry(name), ended))
         if entry is not None:
             w.inside[name] = w.owner == "hold"
             yield
@@ -255,7 +260,9 @@ def guard(name: str = "G", *, rollback: bool = False) -> Caller:
             return
         yield
         if not w.saw(name, w.owner == "hold"):
-            # The statement that locks the row finds none: LockLost, and a rollback.
+            # The statement that locks the row finds none: LockLost, and a rollback,
+            # perhaps only to a savepoint.
+            w.life.unpin(mine)
             mine.stands = False
         else:
             w.guard = mine
@@ -264,6 +271,7 @@ def guard(name: str = "G", *, rollback: bool = False) -> Caller:
             if w.owner != "hold":
                 w.problems.append("the key was taken under a guard")
             w.guard, mine.stands = None, False
+            w.life.unpin()
         if not rollback:
             yield
             yield from perform(w, name, w.life.settle())
@@ -275,7 +283,7 @@ def detacher(name: str = "A", *, fails: bool = False) -> Caller:
     """Pass the hold to another process, which resumes it."""
 
     def steps(w: World) -> Steps:
-        if not w.saw(name, w.life.offer(name)):
+        if not w.saw(name, w.life.offer([name])):
             return
         yield
         if fails:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from functools import partial
 
 import pytest
 import time_machine
@@ -311,7 +312,7 @@ def test_a_hold_is_detached_and_resumed_inside_transactions(using):
 # The documentation page.
 
 
-def test_the_examples_of_the_handover_page(workers):
+def test_the_examples_of_the_handover_page(threads):
     page, sent = pages.run("how-to/handover"), []
     page.start_export(7, sent.append)
     assert is_taken("export:7")
@@ -327,6 +328,16 @@ def test_the_examples_of_the_handover_page(workers):
     if connection.vendor != "sqlite":
         page.start_export_after_commit(8, sent.append)
         assert page.export(sent.pop()) == "exported export:8"
+    started = []
+    page.start_import(
+        lambda function, *arguments: started.append(
+            threads(partial(function, *arguments))
+        ),
+        lambda: is_taken("import"),
+    )
+    started[0].join(20)
+    assert started[0].results == [True]
+    assert not is_taken("import")
 
 
 def test_an_interrupted_handover_releases_the_hold(monkeypatch, in_other_thread):

@@ -177,6 +177,25 @@ def test_an_interrupt_of_a_wait_leaves_no_claim(interrupt, held_elsewhere, until
             leaves_no_claim(until)
 
 
+def test_an_interrupt_of_a_detach_leaves_nothing(stops, is_free):
+    """No process receives the text, so the key is free at once.
+
+    A signal handler may raise any error, such as a RuntimeError.
+    """
+    for case in itertools.product(("default", "memory"), WHEN, KINDS):
+        using, when, kind = case
+
+        def interrupted(usual, *args, when=when, kind=kind):
+            if when == "after":
+                usual()
+            raise kind
+
+        hold = db_lock("stock:7", using=using).acquire()
+        with stops.replace("renew", interrupted, using), pytest.raises(kind):
+            hold.detach()
+        assert is_free(using), case
+
+
 def test_an_interrupt_of_a_resumption_leaves_the_key_usable(interrupt, is_free):
     for when in WHEN:
         text = db_lock("stock:7").acquire().detach(within=60)

@@ -73,16 +73,16 @@ def test_the_end_of_a_session_is_reported_at_once(server, zookeeper_at, until):
     told = threading.Event()
     hold = lock(ttl=60, on_lost=lambda hold: told.set()).acquire()
     backend = backends["zookeeper"]
-    first = hold._state.lease.deadline
+    first = hold._parts[0].lease.deadline
     # The first renewal may be due soon. The loss must be reported before the second.
-    until(lambda: hold._state.lease.deadline > first, seconds=30)
-    renewed = hold._state.lease.deadline
+    until(lambda: hold._parts[0].lease.deadline > first, seconds=30)
+    renewed = hold._parts[0].lease.deadline
     began = time.monotonic()
     end_session(backend, server)
     assert told.wait(30)
     in_time(time.monotonic() - began, backend.renew_every / 2)
     assert not hold.held
-    assert hold._state.lease.deadline == renewed
+    assert hold._parts[0].lease.deadline == renewed
     with pytest.raises(LockLost, match="ZooKeeper session that held it has ended"):
         hold.release()
     with lock(timeout=5) as again:

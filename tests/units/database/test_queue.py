@@ -13,6 +13,7 @@ from dlocks import LockTimeout, db_lock
 from tests import jobs
 from tests.internals import (
     Acquisition,
+    Attempt,
     Claim,
     Grant,
     LockClaim,
@@ -96,11 +97,12 @@ def test_a_waiter_that_returns_is_ahead_of_later_ones():
 def test_a_grant_that_was_read_too_late_gives_no_hold():
     """The caller was paused after its turn had come, until its lease had ended."""
     waiter = Waiter(claim(ttl=30), lambda: None)
-    attempt = Acquisition(
-        db_lock("stock:7"), threading.current_thread(), ThreadWakeup(), wait=True
-    )
+    (attempt,) = Acquisition(
+        db_lock("stock:7"), threading.current_thread(), ThreadWakeup()
+    ).attempts
     assert waiter.apply(Ticket(grant=Grant(17, 1.5)), clock.now() - 2.0)
-    assert attempt._granted_by_notification(waiter.claim, waiter) is None
+    assert not attempt._accept_notified(waiter.claim, waiter)
+    assert not attempt.is_granted
     assert not keeper.holds
 
 
@@ -181,14 +183,14 @@ def test_a_key_is_tried_before_it_is_reported_as_busy(monkeypatch):
     Its timeout passes before it has queued. It still tries to acquire the key.
     """
     backends["default"]._contended_keys.add("stock:7")
-    should_queue, hints = Acquisition._should_queue, []
+    should_queue, hints = Attempt._should_queue, []
 
     def slow(self, claim):
         hints.append(should_queue(self, claim))
         time.sleep(0.25 if hints[-1] else 0.0)
         return hints[-1]
 
-    monkeypatch.setattr(Acquisition, "_should_queue", slow)
+    monkeypatch.setattr(Attempt, "_should_queue", slow)
     with db_lock("stock:7", timeout=0.2) as hold:
         assert hold.waited >= 0.2
     assert hints == [True, False]

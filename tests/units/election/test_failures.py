@@ -191,7 +191,7 @@ def test_a_successful_lead_resets_the_failure_count(good, elections, monkeypatch
             lose(hold)
             hold.check()
         if len(leads) == 3:
-            hold._state.lease.granted_at -= 61
+            hold._parts[0].lease.granted_at -= 61
         raise ZeroDivisionError
 
     async def rest(self, seconds):

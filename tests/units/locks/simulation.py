@@ -17,7 +17,6 @@ from typing import Any
 
 from dlocks import Hold, LockBackendError, LockError, LockLost, LockTimeout, db_lock
 from tests.internals import (
-    DONE,
     HANDOVER_LEASE,
     HEARTBEAT_TIMEOUT,
     Acquisition,
@@ -27,13 +26,11 @@ from tests.internals import (
     MemoryBackend,
     ThreadWakeup,
     Waiters,
-    acquire,
     backends,
+    callers,
     clock,
-    holds_by_caller,
     keeper,
     requests,
-    wait,
 )
 
 CALLERS = 3
@@ -229,9 +226,14 @@ class Simulation:
         floor = max(self.tokens, default=0)
         began = self.state.version
         try:
-            if next(steps, DONE) is not DONE:
+            step = next(steps, None)
+            if callable(step):
+                # The answer to a request is its result, or the length of a pause.
+                acquisition.answer = step()
+                step = next(steps, None)
+            hold = acquisition.result
+            if hold is None:
                 return
-            hold = acquisition.hold
         except LockError as error:
             assert isinstance(error, (LockTimeout, LockBackendError)), error
             self.attempts[number] = None
@@ -269,10 +271,10 @@ class Simulation:
         hold = self.holds[number]
         if hold is None:
             return
-        state = hold._state
-        if state.renewable and state.lease.renew_at <= self.time:
-            keeper._renew(state.backend, [state])
-        state.check_expiry()
+        (holding,) = hold._parts
+        if holding.renewable and holding.lease.renew_at <= self.time:
+            keeper._renew(holding.backend, [holding])
+        holding.watch.check_expiry(holding)
 
     def look(self, number: int) -> None:
         for waiter in self.rooms[number]._waiters.values():
@@ -300,7 +302,7 @@ class Simulation:
         if any(actor in self.busy for actor in (("keeper", number), ("room", number))):
             return
         if (hold := self.holds[number]) is not None:
-            keeper.drop(hold._state)
+            keeper.drop(hold._parts[0])
         self.rooms[number]._waiters.clear()
         self.holds[number] = self.attempts[number] = None
         self.people[number].alive = False
@@ -331,7 +333,6 @@ class Simulation:
 
     @contextlib.contextmanager
     def _installed(self) -> Iterator[None]:
-        rooms = dict(zip(self.backends, self.rooms, strict=True))
         with keeper._mutex:
             # An earlier test may have left the thread of the real keeper asleep.
             thread = keeper._thread.thread
@@ -339,22 +340,20 @@ class Simulation:
             keeper._changed.notify()
         if thread is not None and thread.is_alive():
             thread.join()
-        originals = clock.now, wait.waiters_of, Keeper._wake
+        originals = clock.now, Keeper._wake
         # The callers are processes, although their requests are in each other here.
         threads, requests._threads = requests._threads, NoThreads()
         clock.now = lambda: self.time
-        acquire.waiters_of = wait.waiters_of = lambda backend: rooms[backend]
         Keeper._wake = lambda keeper: None
-        for backend in self.backends:
+        for backend, room in zip(self.backends, self.rooms, strict=True):
             backends._backends[backend.alias] = backend
+            backend.waiters = room
         try:
             yield
         finally:
-            clock.now, wait.waiters_of, Keeper._wake = originals
+            clock.now, Keeper._wake = originals
             requests._threads = threads
-            acquire.waiters_of = wait.waiters_of
             for backend in self.backends:
                 backends._backends.pop(backend.alias, None)
             keeper._kept.clear()
-            for key in [key for key in holds_by_caller if key[0] in self.people]:
-                del holds_by_caller[key]
+            callers.reset()

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.front, pytest.mark.django_db(transaction=True)]
 
 def test_callers_that_ended_are_not_remembered(monkeypatch):
     """Threads that let a transaction end their holds, and tasks, leave nothing."""
-    monkeypatch.setattr(callers, "CALLS_PER_CLEANUP", 5)
+    monkeypatch.setattr(callers, "CALLERS_PER_CLEANUP", 5)
 
     def acquire():
         with transaction.atomic():
@@ -39,4 +39,4 @@ def test_callers_that_ended_are_not_remembered(monkeypatch):
         await sync_to_async(connections.close_all)()
 
     asyncio.run(acquire_in_task())
-    assert len(callers._acquired) <= 5
+    assert len(callers._uses) <= 10

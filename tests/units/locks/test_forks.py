@@ -19,15 +19,15 @@ def leave_a_block_in_a_child(pipe):
     """
     parent, begun, done = os.getpid(), threading.Event(), threading.Event()
 
-    def work(lease):
-        with lease.mutex:
+    def work(life):
+        with life._mutex:
             begun.set()
             done.wait()
 
     status = 1
     try:
         with db_lock("stock:7") as hold:
-            thread = threading.Thread(target=work, args=[hold._state.lease])
+            thread = threading.Thread(target=work, args=[hold._parts[0].life])
             thread.start()
             begun.wait()
             if child := os.fork():

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, note, seed, settings
 from hypothesis import strategies as st
 
-from tests.internals import Grant, KeptHold, Waiter, clock
+from tests.internals import Grant, Holding, Waiter, clock
 from tests.units.locks.simulation import Simulation
 from tests.volume import volume
 
@@ -55,7 +55,7 @@ def test_no_schedule_breaks_a_promise(schedule):
 
 
 def never(hold):
-    return not hold.lease.ended
+    return not hold.is_over
 
 
 def believed(waiter, ticket, sent):
@@ -64,18 +64,16 @@ def believed(waiter, ticket, sent):
     return apply(waiter, ticket, sent)
 
 
-def from_the_response(hold, lock, backend, claim, grant, caller, sent, waited):
-    original(
-        hold, lock, backend, claim, Grant(grant.token), caller, clock.now(), waited
-    )
+def from_the_response(hold, entry, claim, grant, **others):
+    original(hold, entry, claim, Grant(grant.token), **{**others, "sent": clock.now()})
 
 
-original, apply = KeptHold.__init__, Waiter.apply
+original, apply = Holding.__init__, Waiter.apply
 
 MUTANTS = {
-    "a hold after its own deadline": (KeptHold, "held", property(never)),
+    "a hold after its own deadline": (Holding, "held", property(never)),
     "a queue's lease that counts as a ttl": (Waiter, "apply", believed),
-    "deadline from the response": (KeptHold, "__init__", from_the_response),
+    "deadline from the response": (Holding, "__init__", from_the_response),
 }
 
 

@@ -118,7 +118,7 @@ def test_the_keeper_drops_a_hold_whose_release_was_interrupted(monkeypatch, unti
     with pytest.raises(KeyboardInterrupt):
         hold.release()
     assert not hold.held
-    until(lambda: hold._state not in keeper.holds)
+    until(lambda: hold._parts[0] not in keeper.holds)
     with db_lock("stock:7", using="memory", timeout=0):
         pass
 
@@ -135,8 +135,8 @@ def test_the_keeper_survives_an_error_in_its_schedule(monkeypatch, until, caplog
     monkeypatch.setattr(keeper, "_next", fail_once)
     keeper.check_soon()
     with db_lock("stock:7", ttl=6.0) as hold:
-        deadline = hold._state.lease.deadline
-        until(lambda: hold._state.lease.deadline > deadline)
+        deadline = hold._parts[0].lease.deadline
+        until(lambda: hold._parts[0].lease.deadline > deadline)
     assert "no idea" in caplog.text
 
 
@@ -165,9 +165,9 @@ def test_only_tasks_are_run_later_if_no_worker_could_start(desks_fail, until):
     assert done == [1]
     until(no_worker_runs)
     with db_lock("stock:7", using="memory", ttl=2.4) as hold:
-        failed, deadline = desks_fail(1), hold._state.lease.deadline
+        failed, deadline = desks_fail(1), hold._parts[0].lease.deadline
         until(failed)
-        until(lambda: hold._state.lease.deadline > deadline)
+        until(lambda: hold._parts[0].lease.deadline > deadline)
 
 
 def test_starting_the_keeper_thread_is_retried(monkeypatch, until):
@@ -181,8 +181,8 @@ def test_starting_the_keeper_thread_is_retried(monkeypatch, until):
         with pytest.raises(RuntimeError, match="new thread"):
             db_lock("stock:7", using="memory").acquire()
     with db_lock("stock:7", using="memory", ttl=3) as hold:
-        deadline = hold._state.lease.deadline
-        until(lambda: hold._state.lease.deadline > deadline)
+        deadline = hold._parts[0].lease.deadline
+        until(lambda: hold._parts[0].lease.deadline > deadline)
 
 
 def no_worker_runs():
@@ -221,11 +221,11 @@ def test_a_worker_that_cannot_start_does_not_affect_others(desks_fail, until, se
     healthy = [
         db_lock("stock:7", using=using, ttl=2.4).acquire() for using in settings.DLOCKS
     ]
-    began = max(hold._state.lease.deadline for hold in healthy)
-    until(lambda: min(hold._state.lease.deadline for hold in healthy) > began)
+    began = max(hold._parts[0].lease.deadline for hold in healthy)
+    until(lambda: min(hold._parts[0].lease.deadline for hold in healthy) > began)
     settings.DLOCKS = {**settings.DLOCKS, "new": memory}
     desks_fail(1000)
     with pytest.raises(LockLost), db_lock("stock:7", using="new", ttl=3) as sick:
-        until(lambda: sick._state.is_over)
+        until(lambda: sick._parts[0].is_over)
     for hold in healthy:
         hold.release()

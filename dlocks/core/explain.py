@@ -1,0 +1,166 @@
+"""What the errors say about a key that is busy, and about a hold that is lost."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from dlocks.core import callers
+from dlocks.core.holder import own_holder_name
+from dlocks.core.life import Entry, Phase, Reason
+from dlocks.core.policy import shown
+from dlocks.exceptions import LockBackendError, LockDeadlock, LockLost, LockTimeout
+from dlocks.runtime import clock
+from dlocks.runtime.deadlocks import described
+from dlocks.runtime.jobs import GONE
+from dlocks.runtime.keeper import OUTSIDE_TIMEOUT, keeper
+from dlocks.runtime.requests import request
+from dlocks.signals import is_interrupt, send_timed_out
+from dlocks.text import duration, permits_taken, shown_holder
+from dlocks.values import UNLIMITED, Holder
+
+logger = logging.getLogger("dlocks")
+
+# Why a hold has ended.
+DETACHED = "it was handed over"
+EXITED = "its process released all of its locks because it was about to end"
+
+
+# A key that could not be acquired.
+
+
+def refusal(attempt: Any) -> LockTimeout:
+    """Return the error of an attempt that took too long, with what keeps the key."""
+    lock, timeout, holder, who = attempt.lock, attempt.timeout, None, ""
+    with suppress(LockBackendError):
+        holder, who = callers.read_outside(
+            partial(_current_holder, attempt), attempt.backend, OUTSIDE_TIMEOUT
+        )
+    send_timed_out(lock, holder, clock.now() - attempt.began)
+    facts: Any = {"key": lock.key, "timeout": timeout, "holder": holder}
+    if attempt.waiter is not None and attempt.waiter.deadlock:
+        members = tuple(described(attempt.waiter.deadlock, _prefix(attempt)))
+        keys = sorted({member.waits_for for member in members})
+        error = LockDeadlock(
+            f"{lock.key!r} could not be acquired because of a deadlock:"
+            f" {'; '.join(map(str, members))}. Acquire the keys in the same order"
+            f" everywhere, or together: db_lock({', '.join(map(repr, keys))}).",
+            **facts,
+        )
+        error.members = members
+        return error
+    when = f"within {shown(timeout)} s" if timeout else "without waiting"
+    who = who or "held by an open transaction, or just released"
+    return LockTimeout(f"{lock.key!r} could not be acquired {when}: {who}", **facts)
+
+
+def _current_holder(attempt: Any) -> tuple[Holder | None, str]:
+    """Return a holder of the key, and a phrase that names all holders.
+
+    Another caller is preferred to this one. After a wait, the phrase says what the
+    holder itself waits for.
+    """
+    lock, backend, key = attempt.lock, attempt.backend, attempt.key
+    if lock.permits < UNLIMITED:
+        sharers, waiting = backend.inspector.sharers(key)
+        if sharers:
+            own = own_holder_name()
+            other = next((one for one in sharers if one.holder != own), sharers[0])
+            return other, permits_taken(
+                lock.permits, sharers, waiting - (attempt.waiter is not None)
+            )
+    holder = backend.holder(key)
+    if holder is None:
+        return None, ""
+    wait = _wait_of(holder, attempt) if attempt.paused else ""
+    return holder, f"held by {holder}{wait}"
+
+
+def _prefix(attempt: Any) -> str:
+    # This may run in another thread, where the backend's prefix is not known.
+    return str(attempt.key.removesuffix(attempt.lock.key))
+
+
+def _wait_of(holder: Holder, attempt: Any) -> str:
+    """Return a phrase about what the holder waits for, or an empty one."""
+    for claim in attempt.backend.inspector.waiting_claims():
+        if claim.holder == holder.holder and any(
+            held.key == attempt.key for held in claim.holding
+        ):
+            key = claim.key.removeprefix(_prefix(attempt))
+            return f", and has waited for {key!r} for {duration(claim.waited)}"
+    return ""
+
+
+# A hold that was lost.
+
+
+def why_gone(hold: Any) -> str:
+    """Return why the key is no longer held, and who took it, if known."""
+    if hold.scope == "transaction" or hold.is_over:
+        return GONE
+    backend, age = hold.backend, hold.lease.age
+    ask = partial(request, backend.inspector.taken_by, hold.claim, hold.token, age)
+    try:
+        outside = backend.in_transaction() and backend.refusal(hold.claim) is None
+        fact = keeper.run(ask, backend, timeout=OUTSIDE_TIMEOUT) if outside else ask()
+    except Exception as error:
+        if is_interrupt(error):
+            raise
+        # The loss is certain, and it is what matters.
+        logger.debug("The new holder of %r is not known", hold.lock.key, exc_info=True)
+        fact = None
+    return f"{GONE}: {fact}" if fact else GONE
+
+
+def why_orphaned(entries: Sequence[Entry]) -> str:
+    """Return why a hold ends whose callers have all ended."""
+    why = "it was never released, and "
+    if len(entries) > 1:
+        return why + "all of its callers have ended"
+    is_task = any(hasattr(entry.caller, "get_loop") for entry in entries)
+    return f"{why}its {'event loop' if is_task else 'thread'} has ended"
+
+
+def lost_error(hold: Any, why: str | None = None) -> LockLost:
+    """Return the error that a hold is lost, detached or released."""
+    state = hold.life.state
+    if why is None and hold.is_forked:
+        why = "this process is a fork of its holder"
+    if why is None and state.phase is Phase.DETACHING:
+        why = "it is being handed over"
+    if why is None and state.reason is Reason.DETACHED:
+        why = DETACHED
+    if why is None and state.reason is not Reason.RELEASED:
+        why = state.why
+    who = f"{shown_holder(hold.claim.holder)} (token {hold.token})"
+    return LockLost(
+        (
+            f"{hold.lock.key!r} was lost by {who}: {why}."
+            if why
+            else f"{hold.lock.key!r} has been released by {who}."
+        ),
+        key=hold.lock.key,
+        token=hold.token,
+    )
+
+
+def refused_block(hold: Any) -> Exception:
+    """Return the error for a ``with hold`` block that cannot begin."""
+    if hold.is_lost:
+        return lost_error(hold)
+    return RuntimeError(
+        f"This hold of {hold.lock.key!r} has been released, or an outer block releases"
+        " it. Acquire the lock once for each block."
+    )
+
+
+def refused_release(hold: Any) -> RuntimeError:
+    """Return the error for a release that would end the block of another caller."""
+    return RuntimeError(
+        f"{hold.lock.key!r} is not released, because another thread or task is in a"
+        " block that holds it. The end of that block releases it."
+    )

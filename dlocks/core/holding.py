@@ -1,0 +1,599 @@
+"""One holding of one key: its life, its lease, and the requests about it.
+
+``Life`` decides, and this class does what it decides: it asks the backend, sends the
+one release, and reports a loss. So it earns promises 2, 7 and 9 of docs/safety.md.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from dlocks.backends.base import Backend
+from dlocks.core import callers, explain, losses
+from dlocks.core.callers import Caller, Place
+from dlocks.core.lease import Lease
+from dlocks.core.life import Effect, Entry, Life, Phase, Reason
+from dlocks.core.policy import LockPolicy
+from dlocks.core.settlement import Settlement, is_undone, transactions_of
+from dlocks.core.watch import Watch
+from dlocks.exceptions import LockBackendError, LockError, LockLost
+from dlocks.runtime import clock
+from dlocks.runtime.connected import connection_of
+from dlocks.runtime.keeper import keeper
+from dlocks.runtime.requests import refuse_nested, request
+from dlocks.signals import send_ended
+from dlocks.transactions import TransactionMarker, in_testcase
+from dlocks.values import Claim, Grant
+
+logger = logging.getLogger("dlocks")
+
+# An event of ``Life`` that leaves an entry.
+Leave = Callable[..., Effect]
+
+
+class Holding:
+    """One holding of one key by this process, which any number of callers use."""
+
+    # What a caller sees of it, until its end. No cycle remains.
+    face: Any = None
+    # Whether a lock of one of its entries has ``min_hold``.
+    has_min_hold = False
+    # Whether the backend has replied to the release.
+    is_released = False
+    # What ends it, while only transactions keep it.
+    _settlement: Settlement | None = None
+    # The transaction of the hold, the point in it, and the outermost transaction around
+    # that point.
+    connection: Any = None
+    mark: TransactionMarker | None = None
+    whole: TransactionMarker | None = None
+
+    def __init__(
+        self,
+        entry: Entry,
+        claim: Claim,
+        grant: Grant,
+        *,
+        backend: Backend,
+        place: Place,
+        sent: float,
+        waited: float,
+        block: bool,
+    ) -> None:
+        self.lock: LockPolicy = entry.lock
+        self.backend = backend
+        self.claim = claim
+        self.place = place
+        self.scope: str = claim.scope
+        self.token, self.takeover, self.waited = grant.token, grant.takeover, waited
+        self._pid = os.getpid()
+        self.lease = Lease(self.lock, backend, claim, grant, sent)
+        if self.lock.min_hold:
+            # Counted from the reply, so it is never too short by the row's begin_time.
+            entry.kept_until = self.lease.granted_at + self.lock.min_hold
+            self.has_min_hold = True
+        # Until when the key stays taken after its release, because of left entries.
+        self._kept_until = 0.0
+        self.life = Life(entry, block=block)
+        self.watch = Watch()
+        if self.scope == "transaction":
+            self.connection = connection_of(backend.database)
+            self.mark = TransactionMarker.here(self.connection)
+            self.mark.keys[backend.identity, claim.key] = None
+            # A TestCase never commits, and its users count the on_commit() callbacks.
+            self.whole = (
+                self.mark
+                if in_testcase(self.connection)
+                else TransactionMarker.whole(self.connection)
+            )
+
+    # What is known without a request.
+
+    @property
+    def count(self) -> int:
+        """Return how often the hold was entered and not left."""
+        state = self.life.state
+        # The entries of an ended hold only learn of its end.
+        return 0 if state.reason is not None else len(state.entries)
+
+    @property
+    def is_lost(self) -> bool:
+        """Return whether the hold was taken from the callers of its entries."""
+        state = self.life.state
+        ends = Reason.LOST, Reason.ORPHANED, Reason.EXIT
+        return bool(state.entries) and state.reason in ends
+
+    @property
+    def held(self) -> bool:
+        """Return whether the key is certainly held."""
+        if self.is_over:
+            return False
+        if self.mark is not None:
+            return self.mark.stands
+        return clock.now() < self.lease.deadline
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether the hold has ended, is detached, or is a parent process's."""
+        phase = self.life.state.phase
+        return phase not in (Phase.HELD, Phase.LEFT) or self.is_forked
+
+    @property
+    def is_forked(self) -> bool:
+        return self._pid != os.getpid()
+
+    @property
+    def is_left(self) -> bool:
+        """Return whether only open transactions keep the hold."""
+        return self.life.state.phase is Phase.LEFT and self.held
+
+    @property
+    def in_transactions(self) -> bool:
+        """Return whether the hold's state depends on the end of transactions."""
+        state = self.life.state
+        return state.phase is Phase.LEFT or bool(state.pins)
+
+    @property
+    def keeps(self) -> bool:
+        """Return whether the key is held, or may still be.
+
+        A hold may still be renewed after its lease has expired.
+        """
+        return self.held or (
+            not self.is_over and (self.life.is_pinned or self.may_be_late)
+        )
+
+    @property
+    def is_enterable(self) -> bool:
+        """Return whether the same caller enters this hold, and needs no new one."""
+        if self.is_over:
+            return False
+        if self.scope == "transaction":
+            return self.held
+        # A hold left in a transaction is kept for its min_hold from all callers, even
+        # this one.
+        left = self.life.state.phase is Phase.LEFT
+        return not left or (self.held and not self.kept_for)
+
+    @property
+    def may_be_late(self) -> bool:
+        """Return whether a renewal restores an expired lease.
+
+        It does if no other caller has acquired the key.
+        """
+        return self.backend.renews_late and self.scope == "lease" and self.renewable
+
+    @property
+    def renewable(self) -> bool:
+        """Return whether the keeper should renew the hold.
+
+        Not where nothing will release it, nor beyond ``max_hold``.
+        """
+        return not self.is_over and self.lease.can_grow and not self.life.is_pinned
+
+    @property
+    def kept_for(self) -> float:
+        """Return the seconds for which the key stays taken after its release."""
+        until = self._kept_until
+        for entry in self.life.state.entries:
+            until = max(until, entry.kept_until)
+        return max(0.0, until - clock.now()) if until else 0.0
+
+    @property
+    def callers(self) -> list[Caller]:
+        """Return the callers of the open entries, which are threads or tasks."""
+        state = self.life.state
+        entries = state.entries or (state.left_by,)
+        return [
+            entry.caller
+            for entry in entries
+            if entry is not None and not isinstance(entry.caller, callers.LateCaller)
+        ]
+
+    def uses(self, entry: Entry) -> bool:
+        """Return whether an entry is open."""
+        return entry in self.life.state.entries
+
+    # Requests.
+
+    def ask(self, function: Any, *arguments: Any, **keywords: Any) -> Any:
+        """Call the backend about the hold.
+
+        A lease is handled outside of the caller's transaction and pool.
+        """
+        backend = self.backend
+        if self.scope == "transaction":
+            self.refuse_other_thread()
+        # Within hold.atomic() only the caller's transaction can write the row.
+        elif callers.is_outside(backend) and (
+            backend.connect_first or not self.life.is_pinned
+        ):
+            refuse_nested()
+            ask = partial(request, function, *arguments, **keywords)
+            return keeper.run(ask, backend)
+        return request(function, *arguments, **keywords)
+
+    def refuse_other_thread(self) -> None:
+        """Raise RuntimeError if the hold belongs to another thread's transaction."""
+        if (
+            self.scope == "transaction"
+            and connection_of(self.backend.database) is not self.connection
+        ):
+            raise RuntimeError(
+                f"{self.lock.key!r} is held by a transaction of another thread. Only"
+                " that thread can use the hold."
+            )
+
+    def next_claim(self) -> Claim:
+        return self.lease.next_claim(may_be_late=self.may_be_late)
+
+    def is_confirmed(self, count: int) -> bool:
+        """Ask the backend whether the key is still held, and store the count."""
+        pins: Any = self.life.state.pins
+        for mark in pins:
+            if mark.stands:
+                # Only that transaction can check the row, which it has locked. The
+                # lease may have expired, but no caller takes the key before the
+                # transaction ends.
+                return mark.is_elsewhere or bool(
+                    request(
+                        self.backend.pin, replace(self.claim, late=True), mark.alias
+                    )
+                )
+        claim, sent = self.next_claim() if self.may_be_late else self.claim, clock.now()
+        confirmed = bool(self.ask(self.backend.verify, [claim], count))
+        if confirmed and claim.late and self.backend.refusal(self.claim) is None:
+            self.lease.note_answer(sent, claim.ttl)
+        return confirmed
+
+    def why_gone(self) -> str:
+        return str(explain.why_gone(self))
+
+    # Entries.
+
+    def enter(self, entry: Entry, *, block: bool) -> bool:
+        """Add an entry, and return False if the hold has ended."""
+        if not self.life.enter(entry, block=block):
+            return False
+        keeper.forget_end(self)
+        self.watch.unused_since = None
+        return True
+
+    def enter_late(self) -> Entry | None:
+        """Return an entry that outlives its caller, or None if the hold has ended."""
+        entry = Entry(callers.LateCaller(), self.lock, self)
+        if not self.life.enter(entry, block=True):
+            return None
+        callers.add(entry)
+        return entry
+
+    def use(
+        self,
+        new_entry: Entry,
+        preferred: Entry | None,
+        chosen: list[Entry | None],
+    ) -> Entry | None:
+        """Return the entry that a ``with hold`` block of a caller uses, or None.
+
+        See ``Life.use()``.
+        """
+        before = self.life.state.entries
+        others = [one.caller for one in before]
+        ended = [
+            one for one in others if callers.is_over(one) or callers.has_ended(one)
+        ]
+        entry = self.life.use(new_entry, ended, preferred, chosen)
+        if entry is new_entry:
+            callers.add(entry)
+            for one in before:
+                # Perhaps this entry has taken the place of one of them.
+                self.forget_entry(one)
+        self.watch.unused_since = None
+        return entry
+
+    def stop_using(self, new_entry: Entry, chosen: list[Entry | None]) -> None:
+        """Undo ``use()`` for a block that did not begin."""
+        if self.uses(new_entry):
+            self.give_up(new_entry)
+            return
+        for entry in chosen:
+            if entry is not None:
+                self.life.stop_using(entry)
+
+    def leave(
+        self,
+        entry: Entry,
+        *,
+        failed: bool = False,
+        at_block_end: bool = False,
+        by: object = None,
+    ) -> None:
+        """Leave an entry. The last one to be left releases the key.
+
+        Raise LockLost if the hold was lost, or if a block outlived its transaction.
+        """
+        if entry in self.life.state.entries:
+            event = partial(self.life.leave, entry, by=by)
+            self._leave(event, entry, failed=failed, at_block_end=at_block_end)
+
+    def release(self, caller: Caller, *, failed: bool = False) -> None:
+        """Leave the newest entry of a caller, or another one without a block."""
+        if not self.life.state.entries:
+            return
+        event, before = partial(self.life.release, caller), self.life.state.entries
+        try:
+            self._leave(event, None, failed=failed, at_block_end=False)
+        finally:
+            for entry in before:
+                self.forget_entry(entry)
+
+    def _leave(
+        self, event: Leave, entry: Entry | None, *, failed: bool, at_block_end: bool
+    ) -> None:
+        refuse_nested()
+        # The work was committed under the lock, or undone.
+        is_done = self.whole is not None and self.outlives_transaction()
+        try:
+            if is_done and not at_block_end:
+                self._end_with_transaction(event)
+                return
+            if not self.keeps:
+                self._expired_at_leave()
+            within = transactions_of(self)
+            if self.has_min_hold:
+                self._note_min_hold()
+            effect = event(within, failed=failed)
+            if effect is Effect.VERIFY:
+                self._verify(partial(event, within, verified=True))
+                effect = event(within, failed=failed, verified=True)
+            self.perform(effect)
+        except LockError:
+            raise
+        except BaseException:
+            # An interrupted release must not leave the key acquired.
+            self.resume_leave(entry, transactions_of(self))
+            raise
+        finally:
+            if entry is not None:
+                self.forget_entry(entry)
+
+    def _note_min_hold(self) -> None:
+        for entry in self.life.state.entries:
+            self._kept_until = max(self._kept_until, entry.kept_until)
+
+    def _expired_at_leave(self) -> None:
+        if self.is_forked:
+            raise self.lost_error()
+        self.expired()
+
+    def _verify(self, leave: Leave) -> None:
+        """Find a loss before an entry is left, after which the key stays taken."""
+        try:
+            if not (is_undone(self) or self.is_confirmed(max(1, self.count - 1))):
+                self.lost(self.why_gone())
+        except BaseException:
+            self.perform_quietly(leave(failed=True))
+            raise
+
+    def _end_with_transaction(self, leave: Leave) -> None:
+        """Leave a hold whose transaction has ended. Nothing is to be released."""
+        if leave(verified=True) & Effect.RELEASE:
+            self.is_released = True
+            self.face = None
+            self.forget()
+
+    def perform(self, effect: Effect) -> None:
+        """Do what an event asks for, after a caller has left."""
+        if effect is Effect.NOTHING:
+            self._await_transactions()
+            return
+        if effect is Effect.RELEASE:
+            self.forget()
+            self.send_release()
+            return
+        if effect & Effect.RELEASE:
+            # It is lost. If no caller has acquired the key yet, the next one need not
+            # wait for the grace.
+            self.forget()
+            self.release_again()
+        if effect & Effect.REPORT:
+            self.report_loss()
+        if effect & Effect.LOST:
+            raise self.lost_error()
+        if effect & Effect.REFUSED:
+            raise explain.refused_release(self)
+
+    def perform_quietly(self, effect: Effect) -> None:
+        """Do what an event asks for. An error is only logged."""
+        if effect & Effect.REPORT:
+            self.report_loss()
+        try:
+            self.perform(effect & ~(Effect.REPORT | Effect.LOST))
+        except LockError as trouble:
+            logger.warning("%s", trouble)
+
+    def give_up(self, entry: Entry) -> None:
+        """Leave an entry that its caller never received. Only log an error."""
+        try:
+            self.perform_quietly(self.life.leave(entry, failed=True, verified=True))
+        except BaseException:
+            self.resume_leave(entry)
+            raise
+        finally:
+            self.forget_entry(entry)
+
+    def resume_leave(
+        self, entry: Entry | None, within: Sequence[TransactionMarker] = ()
+    ) -> None:
+        """Leave an entry after an interrupt, and send a release that was due.
+
+        ``within`` are the transactions that keep the key, since they may still commit.
+        """
+        self._note_min_hold()
+        if entry is not None:
+            self.life.leave(entry, within, failed=True, verified=True)
+        state = self.life.state
+        if state.phase is Phase.ENDED and not (state.entries or self.is_released):
+            self.forget()
+            if state.reason is not Reason.DETACHED:
+                self.release_again()
+        self._await_transactions()
+
+    def outlives_transaction(self) -> bool:
+        """Return whether the hold has ended with its own transaction.
+
+        It has not ended so if only a savepoint was rolled back, or if the connection
+        was lost inside the transaction. Raise RuntimeError if the transaction is open
+        in another thread.
+        """
+        if self.life.state.phase is Phase.ENDED or self.whole is None:
+            return False
+        ended = self.whole.has_ended
+        if not ended:
+            self.refuse_other_thread()
+        return ended
+
+    def send_release(self, *, done: bool = False, report: bool = True) -> None:
+        """Release the key of an ended hold.
+
+        ``done`` says that the backend has released it, and ``report`` that a loss is
+        reported here.
+        """
+        broken = self.scope == "transaction" and self.connection.needs_rollback
+        try:
+            released = done or self.ask(
+                self.backend.release,
+                self.claim,
+                failed=self.life.state.failed,
+                keep=self.kept_for,
+            )
+        except LockBackendError as error:
+            self.is_released = True
+            if self.scope != "transaction":
+                raise
+            if not broken and self.connection.needs_rollback:
+                # The server has rolled it back because another node of the cluster was
+                # first.
+                raise self.lost_error(
+                    "the server has rolled back its transaction"
+                ) from error
+            # The broken transaction releases the row when it ends.
+            return
+        self.is_released = True
+        if not released:
+            if self.scope == "transaction":
+                # The server has rolled it back, and the caller is in another
+                # transaction.
+                self.connection.needs_rollback = self.connection.in_atomic_block
+            self.life.not_released(self.why_gone())
+            if report:
+                self.report_loss()
+            raise self.lost_error()
+        self.send_ended("released")
+
+    def release_again(self, *, log: bool = False) -> None:
+        """Release the key once more, if the backend can be reached."""
+        try:
+            self.ask(self.backend.release, self.claim, failed=True, keep=self.kept_for)
+        except LockError as trouble:
+            if log:
+                logger.warning("%s", trouble)
+        self.is_released = True
+
+    def forget(self) -> None:
+        """Stop watching a hold that has ended."""
+        keeper.drop(self)
+        settlement, self._settlement = self._settlement, None
+        if settlement is not None and settlement.left_by is not None:
+            callers.remove(settlement.left_by)
+
+    def end_silently(self) -> None:
+        """End a hold of a test, whose backend is gone. Nothing is sent or reported."""
+        self.life.exit()
+        self.is_released, self.face = True, None
+        self.forget()
+        self.forget_entries()
+
+    def forget_entry(self, entry: Entry) -> None:
+        """Forget an entry that was left, unless a transaction still keeps the hold."""
+        state = self.life.state
+        if entry not in state.entries and (
+            state.phase is not Phase.LEFT or entry is not state.left_by
+        ):
+            callers.remove(entry)
+
+    def send_ended(self, how: Any) -> None:
+        face, self.face = self.face, None
+        if face is not None:
+            send_ended(face, how)
+
+    # The end of transactions.
+
+    def _await_transactions(self) -> None:
+        """Release a lease that was left when its transactions end."""
+        if self.life.state.phase is Phase.LEFT:
+            if self._settlement is None:
+                self._settlement = Settlement(self)
+            self._settlement.begin()
+
+    @property
+    def to_settle(self) -> bool:
+        """Return whether the transactions in which it was left have ended."""
+        return self.life.state.phase is Phase.LEFT and not self.life.is_kept
+
+    def settle(self) -> None:
+        """Release a lease that was left, if its transactions have ended."""
+        settlement = self._settlement
+        if settlement is not None:
+            settlement.settle(timeout=0.0)
+
+    # Losses.
+
+    def lose(self, why: str) -> None:
+        """End a hold because the backend has replied that the key is not held."""
+        self._performed_loss(self.life.lose(why))
+
+    def expire(self) -> None:
+        """End a hold whose lease has run out, unless a transaction keeps the key."""
+        if not self.is_over:
+            self._performed_loss(self.life.expire(self.lease.why_not()))
+
+    def _performed_loss(self, effect: Effect) -> None:
+        if effect & Effect.RELEASE:
+            # It was left in a transaction.
+            self.release_again()
+        if effect & Effect.REPORT:
+            self.report_loss()
+
+    def lost(self, why: str) -> LockLost:
+        """End the hold as lost, and return the error for its caller.
+
+        The caller's next acquisition makes a new hold, even one by ``on_lost``.
+        """
+        self.forget_entries()
+        self.lose(why)
+        return self.lost_error()
+
+    def expired(self) -> LockLost:
+        """End a hold that is not kept any more, and return the error for its caller."""
+        self.forget_entries()
+        self.expire()
+        return self.lost_error()
+
+    def forget_entries(self) -> None:
+        for entry in self.life.state.entries:
+            callers.remove(entry)
+
+    def lost_error(self, why: str | None = None) -> LockLost:
+        return explain.lost_error(self, why)
+
+    def report_loss(self) -> None:
+        """Log the loss, call ``on_lost``, and send ``lock_lost``."""
+        self.forget()
+        face, self.face = self.face, None
+        losses.report(face, self.life, self.lost_error())

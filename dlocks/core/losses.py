@@ -1,0 +1,104 @@
+"""How a loss is reported: a log, ``on_lost``, and the signal ``lock_lost``."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from django.db import connections
+
+from dlocks.core.life import Life
+from dlocks.exceptions import LockLost
+from dlocks.runtime.keeper import keeper
+from dlocks.signals import is_interrupt, send_ended
+
+logger = logging.getLogger("dlocks")
+
+OnLost = Callable[[Any], object]
+
+
+class LossOfMember:
+    """In a lock of one of several keys, the callback of the lock of all of them.
+
+    It reports the loss of their hold once, whichever key is lost first.
+    """
+
+    def __init__(self, of_lock: OnLost) -> None:
+        self.of_lock = of_lock
+        # The hold of all keys, once its caller has it. It refers to this object.
+        self.holds: list[weakref.ref[Any]] = []
+
+    def __call__(self, hold: Any) -> None:
+        """Do nothing. ``Holding`` calls what it stands for."""
+
+    def take(self) -> Any:
+        """Return the hold, the first time."""
+        # To take it from the list is atomic.
+        with suppress(IndexError):
+            return self.holds.pop()()
+        return None
+
+
+def report(face: Any, life: Life, error: LockLost) -> None:
+    """Log a loss, call ``on_lost``, and send ``lock_lost``.
+
+    ``face`` is the hold for its callers, or None if it was reported before.
+    """
+    logger.warning("%s", error)
+    if face is None:
+        return
+    if not keeper.is_current:
+        _tell(face, life)
+        return
+    # User code must not keep the keeper from the other holds.
+    try:
+        threading.Thread(
+            target=_tell_and_disconnect,
+            args=(face, life),
+            name="dlocks-lost",
+            daemon=True,
+        ).start()
+    except RuntimeError:
+        # A late signal is better than none.
+        logger.exception(
+            "No thread could be started, so the keeper signals the loss of %r", face.key
+        )
+        _tell_and_disconnect(face, life)
+
+
+def _tell(face: Any, life: Life) -> None:
+    send_ended(face, "lost")
+    for on_lost, hold in _callbacks(face, life):
+        try:
+            on_lost(hold)
+        except Exception as error:
+            if is_interrupt(error):
+                raise
+            logger.exception("on_lost of %r failed", face.key)
+
+
+def _callbacks(face: Any, life: Life) -> list[tuple[OnLost, Any]]:
+    """Return the ``on_lost`` of each open entry, and what to call it with, once."""
+    # No dictionary, since a callable need not have a hash.
+    found: list[tuple[OnLost, Any]] = []
+    for lock in life.state.locks:
+        on_lost: Any = lock.on_lost
+        hold = face
+        if isinstance(on_lost, LossOfMember):
+            on_lost, hold = on_lost.of_lock, on_lost.take()
+        if on_lost is None or hold is None:
+            continue
+        if on_lost not in [other for other, _ in found]:
+            found.append((on_lost, hold))
+    return found
+
+
+def _tell_and_disconnect(face: Any, life: Life) -> None:
+    try:
+        _tell(face, life)
+    finally:
+        connections.close_all()

@@ -1,0 +1,99 @@
+"""The end of a lease that was left in open transactions.
+
+It earns promise 3 of docs/safety.md: the key is free after their commits, not before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from dlocks.core.life import Effect, Entry, Reason
+from dlocks.runtime.keeper import keeper
+from dlocks.runtime.threads import Latch
+from dlocks.transactions import TransactionMarker, open_connections
+
+# Seconds for which the end of a transaction waits while another thread releases a lease
+# that was left in it.
+SETTLE_TIMEOUT = 5.0
+
+
+def transactions_of(hold: Any) -> Sequence[TransactionMarker]:
+    """Return those open transactions of this thread that keep a lease.
+
+    Their changes are not visible before they end. With ``release_at="exit"``, only
+    those beside which the release cannot be written: the database has a single writer.
+    """
+    if hold.scope == "transaction":
+        return ()
+    opened = open_connections()
+    if hold.lock.release_at == "exit" and all(
+        map(_leaves_at_exit, hold.life.state.entries)
+    ):
+        # A rollback would undo a release written beside the only writer.
+        beside = hold.backend.refusal(hold.claim) is not None
+        database = hold.backend.database
+        opened = [one for one in opened if beside and one.alias == database]
+    return [TransactionMarker.whole(one) for one in opened] if opened else ()
+
+
+def _leaves_at_exit(entry: Entry) -> bool:
+    return bool(entry.lock.release_at == "exit")
+
+
+def is_undone(hold: Any) -> bool:
+    """Return whether work under a hold is about to be rolled back.
+
+    Only the transactions of this thread count.
+    """
+    if hold.scope == "transaction":
+        return bool(hold.connection.needs_rollback)
+    return any(
+        mark.stands and not mark.is_elsewhere and mark.is_undone
+        for mark in hold.life.state.pins
+    )
+
+
+class Settlement:
+    """The release of a lease that was left, when its transactions have ended."""
+
+    def __init__(self, hold: Any) -> None:
+        self.hold = hold
+        # The entry by which its caller finds the hold meanwhile.
+        self.left_by: Entry | None = None
+        # Set when the release was sent.
+        self._sent = Latch()
+
+    def begin(self) -> None:
+        """Let each of the transactions settle the hold at its end."""
+        state = self.hold.life.state
+        before, self.left_by = self.left_by, state.left_by
+        if before is not None:
+            # The hold was entered again meanwhile.
+            self.hold.forget_entry(before)
+        for mark in (*state.pins, *state.marks):
+            if self.settle not in mark.at_commit:
+                mark.at_commit.append(self.settle)
+        # A rollback drops the on_commit() callbacks, perhaps with the last reference to
+        # the hold.
+        keeper.await_end(self.hold)
+
+    def settle(self, timeout: float = SETTLE_TIMEOUT) -> None:
+        """Release the lease once all of the transactions have ended.
+
+        If another thread does so, wait for it, at most ``timeout`` seconds.
+        """
+        hold = self.hold
+        try:
+            if hold.life.settle() & Effect.RELEASE:
+                hold.perform_quietly(Effect.RELEASE)
+            elif hold.life.state.reason is Reason.RELEASED and not hold.is_released:
+                # The keeper may have noticed the end of the transaction first.
+                self._sent.wait(timeout)
+        except BaseException:
+            # Perhaps the release was not sent yet, and nothing else would send it.
+            hold.resume_leave(None)
+            raise
+        finally:
+            if hold.is_released:
+                self._sent.set()

@@ -1,0 +1,157 @@
+"""How the keeper checks a hold: its deadline, its callers, and the process's end."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from dlocks.core import callers, explain
+from dlocks.core.lease import Lease, slow_after
+from dlocks.core.life import Effect, Phase
+from dlocks.runtime import clock
+from dlocks.runtime.clock import FOREVER
+from dlocks.runtime.keeper import keeper
+from dlocks.text import duration, shown_holder
+
+logger = logging.getLogger("dlocks")
+
+# Seconds between two checks whether a transaction in which a lease was left has ended.
+POLL_EVERY = 0.05
+# Seconds between two checks whether the callers of a lease have ended. It is lost if
+# two of them find none. A thread that is about to end may pass it to another one.
+LOOK_EVERY = 0.4
+
+
+class Watch:
+    """What the keeper knows of a hold, and does about it."""
+
+    # When its callers were first found to have ended.
+    unused_since: float | None = None
+    # Whether it was reported as not released for a long time, or need not be.
+    is_slow = False
+    # The file and the line that acquired it, where Python reports unclosed resources.
+    acquired_at: tuple[str, int] | None = None
+
+    def due_at(self, hold: Any) -> float:
+        """Return when the keeper should check this hold."""
+        lease: Lease = hold.lease
+        if hold.in_transactions:
+            return clock.now() + POLL_EVERY
+        due = lease.deadline
+        if hold.renewable:
+            lost_at = lease.lost_at(may_be_late=hold.may_be_late)
+            due = min(lease.renew_at, lost_at, self._slow_at(hold))
+        if any(one is not threading.main_thread() for one in hold.callers):
+            # A caller may end without a release.
+            due = min(due, clock.now() + LOOK_EVERY)
+        return due
+
+    def check_expiry(self, hold: Any) -> None:
+        """Check whether the lease has expired, unless a transaction keeps the key."""
+        if not hold.is_over and clock.now() >= hold.lease.lost_at(
+            may_be_late=hold.may_be_late
+        ):
+            hold.expire()
+
+    def _slow_at(self, hold: Any) -> float:
+        """Return when the hold is reported as not released for a long time."""
+        if self.is_slow:
+            return FOREVER
+        lease: Lease = hold.lease
+        return lease.granted_at + slow_after(hold.backend, hold.claim.ttl)
+
+    def report_slow(self, hold: Any) -> None:
+        """Log once that the hold has not been released for a long time."""
+        if self.is_slow or clock.now() < self._slow_at(hold) or hold.is_over:
+            return
+        self.is_slow = True
+        logger.warning(
+            "%r has been held for %s by %s and was not released yet",
+            hold.lock.key,
+            duration(hold.lease.age),
+            shown_holder(hold.claim.holder),
+        )
+
+    def watch_callers(self, hold: Any) -> None:
+        """Record since when all callers of the open entries have ended."""
+        if not _has_no_caller(hold):
+            self.unused_since = None
+        elif self.unused_since is None:
+            self.unused_since = clock.now()
+
+    def is_abandoned(self, hold: Any) -> bool:
+        """Return whether its threads have ended, or event loops were closed.
+
+        A caller that is about to end may pass the hold to another thread.
+        """
+        since = self.unused_since
+        return (
+            since is not None
+            and clock.now() >= since + LOOK_EVERY
+            and _has_no_caller(hold)
+            and hold.held
+            and not hold.life.is_kept
+        )
+
+    def end_abandoned(self, hold: Any) -> None:
+        """Report a hold whose callers have ended as lost, and release its key."""
+        entries = hold.life.state.entries
+        ended = [one.caller for one in entries if callers.has_ended(one.caller)]
+        effect = hold.life.orphan(ended, explain.why_orphaned(entries))
+        if not effect & Effect.RELEASE:
+            # Another caller has entered or released it meanwhile.
+            return
+        hold.forget_entries()
+        try:
+            hold.release_again(log=True)
+        finally:
+            hold.report_loss()
+        if self.acquired_at is not None:
+            warnings.warn_explicit(
+                str(hold.lost_error()), ResourceWarning, *self.acquired_at
+            )
+
+    def end_at_exit(self, hold: Any) -> Callable[[], None] | None:
+        """Release the key at the end of the process, even while it is in use.
+
+        Return a function to call when all keys are released.
+        """
+        was_left = hold.life.state.phase is Phase.LEFT
+        effect = hold.life.exit(explain.EXITED)
+        if not effect & Effect.RELEASE:
+            return None
+        if was_left:
+            # Only open transactions kept it.
+            hold.perform_quietly(Effect.RELEASE)
+            return None
+        keeper.drop(hold)
+        # A caller may acquire the key again, in another exit handler.
+        hold.forget_entries()
+        hold.release_again(log=True)
+        return (
+            hold.report_loss
+            if effect & Effect.REPORT
+            else partial(_report_unreleased, hold)
+        )
+
+
+def _has_no_caller(hold: Any) -> bool:
+    return bool(hold.life.state.entries) and all(
+        callers.has_ended(entry.caller) for entry in hold.life.state.entries
+    )
+
+
+def _report_unreleased(hold: Any) -> None:
+    """Log that a hold without an open block was released at the end."""
+    logger.warning(
+        "%r was never released by %s, whose process is about to end. It is released"
+        " now, after %s.",
+        hold.lock.key,
+        shown_holder(hold.claim.holder),
+        duration(hold.lease.age),
+    )
+    hold.send_ended("released")
