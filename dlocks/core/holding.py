@@ -196,8 +196,9 @@ class Holding:
         ]
 
     def uses(self, entry: Entry) -> bool:
-        """Return whether an entry is open."""
-        return entry in self.life.state.entries
+        """Return whether an entry is open, and its hold was not passed on."""
+        state = self.life.state
+        return entry in state.entries and state.reason is not Reason.DETACHED
 
     # Requests.
 

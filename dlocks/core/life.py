@@ -491,7 +491,8 @@ def _leave(
 
 def _effect_of_late_leave(new: State, entry: Entry) -> Effect:
     """Return what the leave of an entry means after the end of its hold."""
-    if new.reason is Reason.RELEASED or entry is new.offered:
+    is_passed_on = new.reason is Reason.DETACHED and entry is new.offered
+    if new.reason is Reason.RELEASED or is_passed_on:
         return Effect.NOTHING
     if new.reason is Reason.LOST and not new.entries:
         # No caller has released the row, which is perhaps still there.

@@ -167,8 +167,8 @@ MISTAKES = {
         "an exit and a detach",
         "lost = old.reason not in (Reason.RELEASED, Reason.DETACHED)",
         "lost = old.reason is Reason.LOST",
-        "    if new.reason is Reason.RELEASED or entry is new.offered:",
-        "    if new.reason is not Reason.LOST or entry is new.offered:",
+        "    if new.reason is Reason.RELEASED or is_passed_on:",
+        "    if new.reason is not Reason.LOST or is_passed_on:",
     ),
     "another thread releases under a block": (
         "blocks of other threads",

@@ -351,3 +351,13 @@ def test_an_interrupted_handover_releases_the_hold(monkeypatch, in_other_thread)
         hold.detach(within=300)
     monkeypatch.undo()
     in_other_thread(lambda: db_lock("stock:7", timeout=5).acquire().release())
+
+
+def test_a_lock_cannot_be_released_after_its_hold_was_detached():
+    """The text has the key now, so the caller has nothing that it could release."""
+    lock = db_lock("export:7")
+    text = lock.acquire().detach()
+    assert not lock.held()
+    with pytest.raises(RuntimeError, match="was not acquired by this thread"):
+        lock.release()
+    resume_hold(text).release()
