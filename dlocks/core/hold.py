@@ -133,12 +133,13 @@ class Hold:
     def release(self, *, failed: bool = False) -> None:
         """Leave the hold once. The last entry to be left releases the key.
 
-        This leaves the newest entry of this thread or task. If it has none, this leaves
-        the oldest one of another caller that no block uses. Releasing again does
-        nothing, nor does releasing after the end of the hold's own transaction.
-        ``failed`` sets the status of the row to F instead of S, for people who read it.
-        Raise LockLost if the hold was lost, because its work was perhaps not exclusive.
-        Raise RuntimeError if only blocks of other callers use the hold.
+        This leaves the newest entry of this thread or task, first one that no block
+        uses. If it has none, this leaves the oldest one of another caller that no block
+        uses. Releasing again does nothing, nor does releasing after the end of the
+        hold's own transaction. ``failed`` sets the status of the row to F instead of S,
+        for people who read it. Raise LockLost if the hold was lost, because its work
+        was perhaps not exclusive. Raise RuntimeError if only blocks of other callers
+        use the hold.
         """
         ensure_sync()
         self._release(current_caller(), failed=failed)

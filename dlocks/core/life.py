@@ -251,16 +251,20 @@ class Life:
     ) -> Effect:
         """Leave the newest entry of a caller, or the oldest one that no block uses.
 
-        A thread may release the hold that another thread has acquired, but not from
-        under a block. Then the effect is REFUSED.
+        Entries that no block uses come first, also among the caller's own ones. A
+        thread may release the hold that another thread has acquired, but not from under
+        a block. Then the effect is REFUSED.
         """
         within = tuple(transactions)
 
         def rule(old: State) -> tuple[State, Effect]:
             received = _without(old.entries, old.arriving)
-            if own := _of_caller(received, caller):
+            free = _without(received, old.blocks)
+            # Its own block ends early only if the caller has no other entry.
+            own = _of_caller(free, caller) or _of_caller(received, caller)
+            if own:
                 entry = own[-1]
-            elif free := _without(received, old.blocks):
+            elif free:
                 entry = free[0]
             else:
                 return old, Effect.REFUSED if old.entries else Effect.NOTHING

@@ -36,9 +36,9 @@ PROPERTY = "campaign"
 ROUNDS = volume(15)
 # Seconds after which the process of the campaign counts as hanging.
 LIMIT = 200
-# The findings that fail the suite. All others are only reported, until no hold can be
-# shared wrongly. ``frozenset(WHAT)`` turns the whole report into an assertion.
-FAILING = frozenset({"hang", "error"})
+# The findings that fail the suite. A detach is refused while the caller to whom the
+# hold was lent is in its block, which the plan of a round does not know.
+FAILING = frozenset(WHAT) - {"refused"}
 
 
 def test_callers_that_share_holds_leave_every_key_free(tmp_path, record_property):

@@ -442,3 +442,19 @@ def test_no_other_thread_releases_a_lock_under_its_block(
         hold.check()
         assert all(is_busy(key, "memory") for key in keys)
     assert not any(is_busy(key, "memory") for key in keys)
+
+
+@pytest.mark.front
+def test_a_release_keeps_the_blocks_of_its_thread(is_busy):
+    """A hold that was acquired is released while a generator of the thread uses it.
+
+    The generator keeps the key until its own end.
+    """
+    hold = db_lock("stock:7", using="memory").acquire()
+    generator = stream(db_lock("stock:7", using="memory"))
+    assert next(generator) is hold
+    hold.release()
+    assert hold.count == 1
+    hold.check()
+    generator.close()
+    assert not is_busy("stock:7", "memory")

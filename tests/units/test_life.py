@@ -172,8 +172,8 @@ MISTAKES = {
     ),
     "another thread releases under a block": (
         "blocks of other threads",
-        "elif free := _without(received, old.blocks):",
-        "elif free := received:",
+        "            elif free:\n                entry = free[0]\n",
+        "            elif received:\n                entry = received[0]\n",
     ),
     "an entry is verified after it was left": (
         "a guard",
