@@ -73,6 +73,9 @@ BACKENDS_WORKERS = 3
 NEWEST_WORKERS = 2
 # Seconds after which a run is aborted.
 LIMIT = 40 * 60.0
+# Seconds in which the processes of an aborted run print their stacks. The machine may
+# stall for more than one second.
+STACKS_WITHIN = 6.0
 # The length of a line of the summary, in characters.
 LINE = 300
 # pytest lists failures, errors, reruns and skips at its end.
@@ -365,7 +368,7 @@ def _wait(name: str, process: subprocess.Popen[Any], began: float) -> int:
     # The processes of the tests print their stacks (tests/plugin.py), also in a call
     # that no other signal interrupts.
     _signal(process, signal.SIGUSR2)
-    time.sleep(1)
+    time.sleep(STACKS_WITHIN)
     # pytest reports the failures so far.
     _signal(process, signal.SIGINT)
     _stop(process)
