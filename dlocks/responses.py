@@ -54,10 +54,7 @@ def hold_until_produced(hold: Hold, result: Any) -> None:
         is_template or isinstance(result, StreamingHttpResponse)
     ):
         return
-    entry = hold.enter_late()
-    if entry is None:
-        # The end of the view's block reports the loss.
-        return
+    entry = hold.late_entry()
     # Middleware may return another response instead of this one. Then this one is
     # neither rendered nor closed.
     forgotten = weakref.finalize(result, _leave_later, entry)
@@ -67,6 +64,8 @@ def hold_until_produced(hold: Hold, result: Any) -> None:
     result._resource_closers.append(close)
     if is_template:
         result.render = partial(_render, result, close, entry, forgotten)
+    # Last, so that an interrupt adds no entry without a response that leaves it.
+    entry.hold.enter_late(entry)
 
 
 def _render(response: Any, close: Any, entry: Entry, forgotten: Any) -> Any:

@@ -58,6 +58,7 @@ NAMES = {
     "keeper": "dlocks.runtime.keeper:keeper",
     "Keeper": "dlocks.runtime.keeper:Keeper",
     "Holding": "dlocks.core.holding:Holding",
+    "together": "dlocks.core.together",
     "Acquisition": "dlocks.core.acquire:Acquisition",
     "Attempt": "dlocks.core.attempt:Attempt",
     "ThreadWakeup": "dlocks.core.drive:ThreadWakeup",

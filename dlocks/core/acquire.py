@@ -121,7 +121,7 @@ class Acquisition:
         yield self.cancel
 
     def _try(self) -> Any:
-        """Request what is missing. Return DONE, or the seconds until the next try.
+        """Request the missing keys. Return DONE, or the seconds until the next try.
 
         All keys are claimed at once. If one is busy, they are acquired one by one.
         """

@@ -161,7 +161,7 @@ def remove(entry: Entry) -> None:
 
 
 def _forget_released(uses: Uses, key: str) -> None:
-    """Forget what was acquired by locks with a key, and was left since."""
+    """Forget the acquired holds of locks with a key that were left since."""
     acquired = uses.acquired[key]
     kept = list(filter(_is_open, acquired))
     uses.count -= len(acquired) - len(kept)

@@ -158,9 +158,13 @@ def refused_block(hold: Any) -> Exception:
     )
 
 
-def refused_release(hold: Any) -> RuntimeError:
+class RefusedReleaseError(RuntimeError):
+    """A release that would end the block of another caller changed nothing."""
+
+
+def refused_release(hold: Any) -> RefusedReleaseError:
     """Return the error for a release that would end the block of another caller."""
-    return RuntimeError(
+    return RefusedReleaseError(
         f"{hold.lock.key!r} is not released, because another thread or task is in a"
         " block that holds it. The end of that block releases it."
     )

@@ -258,9 +258,9 @@ class Hold:
 
     # Internal methods.
 
-    def enter_late(self) -> Entry | None:
-        """Return an entry that outlives this caller, or None if the hold has ended."""
-        return self._parts[0].enter_late()
+    def late_entry(self) -> Entry:
+        """Return an entry that outlives this caller, to be added by ``enter_late``."""
+        return Entry(callers.LateCaller(), self.lock, self._parts[0])
 
     @property
     def has_failed(self) -> bool:
@@ -288,7 +288,7 @@ class Hold:
         caller = current_caller()
         if hasattr(caller, "get_loop"):
             callers.note_context(caller)
-        # Noted before its use, so that an interrupt leaves no entry that nobody leaves.
+        # Noted before its use, so that an interrupt leaves each entry.
         used: list[tuple[Entry, list[Entry | None]]] = []
         entries: list[Entry] = []
         block = None

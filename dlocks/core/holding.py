@@ -265,13 +265,10 @@ class Holding:
         self.watch.unused_since = None
         return True
 
-    def enter_late(self) -> Entry | None:
-        """Return an entry that outlives its caller, or None if the hold has ended."""
-        entry = Entry(callers.LateCaller(), self.lock, self)
-        if not self.life.enter(entry, block=True):
-            return None
-        callers.add(entry)
-        return entry
+    def enter_late(self, entry: Entry) -> None:
+        """Add an entry that outlives this caller, unless the hold has ended."""
+        if self.life.enter(entry, block=True):
+            callers.add(entry)
 
     def use(
         self,
@@ -353,7 +350,7 @@ class Holding:
                 self._verify(partial(event, within, verified=True))
                 effect = event(within, failed=failed, verified=True)
             self.perform(effect)
-        except LockError:
+        except (LockError, explain.RefusedReleaseError):
             raise
         except BaseException:
             # An interrupted release must not leave the key acquired.

@@ -29,6 +29,7 @@ def leave_together(
         if by not in (None, entry.caller) and entry in entry.hold.life.state.blocks:
             raise explain.refused_release(entry.hold)
     leave = partial(_leave_alone, failed=failed, at_block_end=at_block_end, by=by)
+    trouble: Exception | None = None
     try:
         effects = _leave_simply(entries, failed=failed, by=by)
         together = _all_with(effects, Effect.RELEASE)
@@ -39,8 +40,6 @@ def leave_together(
         for entry in together:
             # Only now, since on_lost may acquire all of the keys again.
             _report_if_lost(entry.hold)
-        if trouble is not None:
-            raise trouble
     except LockError:
         raise
     except BaseException:
@@ -52,6 +51,8 @@ def leave_together(
     finally:
         for entry in entries:
             entry.hold.forget_entry(entry)
+    if trouble is not None:
+        raise trouble
 
 
 def _leave_simply(
@@ -94,7 +95,7 @@ def _all_with(effects: dict[Entry, Effect], effect: Effect) -> list[Entry]:
 
 def _release_together(
     entries: Sequence[Entry], *, failed: bool
-) -> tuple[bool, LockError | None]:
+) -> tuple[bool, Exception | None]:
     """Release keys in one request. Return whether all were held, and the error."""
     for entry in entries:
         entry.hold.forget()
@@ -118,7 +119,7 @@ def _leave_alone(entry: Entry, **options: Any) -> None:
 
 def _finish(
     entry: Entry, effect: Effect, done: bool, leave: Callable[[Entry], None]
-) -> LockError | None:
+) -> Exception | None:
     """Complete the leave of one of several keys, and return the error."""
     hold: Holding = entry.hold
     try:
@@ -128,6 +129,7 @@ def _finish(
             hold.perform(effect)
         elif not hold.is_released:
             hold.send_release(done=done, report=False)
-    except LockError as error:
+    except (LockError, explain.RefusedReleaseError) as error:
+        # A block of another caller may have begun after the first look.
         return error
     return None

@@ -1,0 +1,36 @@
+"""The release of several keys, while a block of another caller begins."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from dlocks import db_lock
+from tests.internals import together
+
+pytestmark = pytest.mark.front
+
+
+def test_a_block_that_begins_during_a_release_keeps_its_keys(monkeypatch, threads):
+    """Another thread releases the hold, and its acquirer begins a block just then."""
+    hold = db_lock("a", "b", using="memory").acquire()
+    looked, entered = threading.Event(), threading.Event()
+    leave = together._leave_simply
+
+    def late(*arguments, **options):
+        looked.set()
+        assert entered.wait(20)
+        return leave(*arguments, **options)
+
+    monkeypatch.setattr(together, "_leave_simply", late)
+    other = threads(hold.release)
+    assert looked.wait(20)
+    monkeypatch.undo()
+    with hold:
+        entered.set()
+        with pytest.raises(RuntimeError, match="in a block that holds it"):
+            other.join(20)
+        hold.check()
+    assert not hold.held
+    assert not db_lock("a", using="memory").locked()
