@@ -16,6 +16,7 @@ from tests.nemesis.campaign import Plan, run, server_for
 from tests.nemesis.checker import Held, History, Put, check
 from tests.nemesis.task import keys_of
 from tests.settings import ENGINE
+from tests.timing import in_time
 from tests.volume import volume
 
 SECONDS = volume(5)
@@ -44,9 +45,11 @@ def test_the_promises_hold_while_holders_are_stopped_and_killed(run_plan):
     """
     sessions = {} if ENGINE == "sqlite" else {"sessions": 1.0, "crash": 0.2}
     faults = PROCESSES | sessions
-    report = run_plan(seed=20, pause=0.25, faults=faults, seconds=volume(8))
+    seconds = volume(8)
+    report = run_plan(seed=20, pause=0.25, faults=faults, seconds=seconds)
     assert report.passed, "\n".join(report.lines())
-    assert report.counts["grants"] > 20
+    # More than 20 grants. A machine that stalls grants fewer in the same time.
+    in_time(seconds / max(1, report.counts["grants"]), seconds / 20)
     assert report.counts["faults"] > 5
 
 
