@@ -162,7 +162,7 @@ def test_hostile_values_cannot_forge_an_audit_line(audited):
 # Roles.
 
 ROLES = {
-    "nobody": None,
+    "anonymous": None,
     "staff": (),
     "blind": ("clear_resourcelock", "force_release_resourcelock", "purge_resourcelock"),
     "viewer": ("view_resourcelock",),

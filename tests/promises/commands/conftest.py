@@ -1,6 +1,6 @@
 """The terminal of the commands."""
 
 from tests.promises.admin.conftest import audited
-from tests.promises.commands.running import answer, nobody_there
+from tests.promises.commands.running import answer, without_terminal
 
-__all__ = ["answer", "audited", "nobody_there"]
+__all__ = ["answer", "audited", "without_terminal"]

@@ -37,7 +37,7 @@ def refused(*args) -> str:
 
 
 @pytest.fixture(autouse=True)
-def nobody_there(monkeypatch):
+def without_terminal(monkeypatch):
     """Run commands without a terminal, as cron does."""
     monkeypatch.setattr(sys, "stdin", io.StringIO())
 

@@ -269,14 +269,14 @@ async def test_a_task_cancelled_during_a_grant_leaves_nothing(
     """This includes cancellation at the moment of the grant."""
     lock = db_lock("stock:7", using=using, timeout=30)
 
-    async def hold_until_somebody_waits(held, waits):
+    async def hold_until_a_task_waits(held, waits):
         async with lock:
             held.set()
             await waits.wait()
 
     async def case():
         held, waits = asyncio.Event(), asyncio.Event()
-        other = asyncio.create_task(hold_until_somebody_waits(held, waits))
+        other = asyncio.create_task(hold_until_a_task_waits(held, waits))
         try:
             await held.wait()
             asyncio.get_running_loop().call_later(0.005, waits.set)

@@ -13,9 +13,15 @@ from django.db import connections
 from dlocks import LockBackendError, db_lock
 from tests import jobs, rows
 from tests.internals import Claim, Ticket, backends, duration, list_locks, operations
-from tests.promises.commands.running import lines, listed, nobody_there, refused, run
+from tests.promises.commands.running import (
+    lines,
+    listed,
+    refused,
+    run,
+    without_terminal,
+)
 
-__all__ = ["nobody_there"]
+__all__ = ["without_terminal"]
 
 pytestmark = [pytest.mark.front, pytest.mark.django_db]
 
