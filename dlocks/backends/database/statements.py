@@ -106,8 +106,8 @@ class Statements(Sender, SQLiteLimits):
             ) is not None:
                 raise ImproperlyConfigured(refusal)
             failure = LockBackendError(
-                f"Database {self.database!r} has no tables of dlocks."
-                f" {self._how_to_migrate}"
+                f"Database {self.database!r} is not migrated (no schema of its search"
+                f" path has {ResourceLock._meta.db_table!r}). {self._how_to_migrate}"
             )
             failure.changed_nothing = True
             raise failure
