@@ -189,6 +189,8 @@ class History:
                 turn.refused, turn.refusal = rest
             elif kind == "max":
                 (turn.max_hold,) = rest
+            elif kind == "struck":
+                self.events.append(["strike", *rest, pid, "holding", turn.key])
             elif kind == "put":
                 time, register, value, answer = rest
                 self.puts.append(Put(register, time, value, answer, f"{pid}#{number}"))
@@ -393,6 +395,8 @@ def _check_gaps(
             for event in faults
             if begin - ttl - GRACE - HEARTBEAT_TIMEOUT < over[id(event)]
             and event[1] < end
+            # A strike delays the key that its thread was about to have, and no other.
+            and (event[0] != "strike" or event[4] == key)
         ]
         report.longest_gap = max(report.longest_gap, length)
         if not near:

@@ -15,6 +15,7 @@ and the number of the hold within its process:
     no    time, error                        the lock was not acquired
     put   time, register, value read, error  a read-modify-write was done or failed
     max   seconds                            the ``max_hold`` of the hold
+    struck  time                             an asynchronous exception ended it
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ from tests.models import Machine
 from tests.nemesis.status_page import ASKING, HOLDING, IDLE, LEAVING, StatusPage
 from tests.nemesis.task import PERMITS, Task, kind_of, now
 from tests.processes import go_far_away
+from tests.strikes import STRUCK, Strike
 
 # This includes the driver's own errors. Django does not wrap errors from closing a
 # cursor.
@@ -62,6 +64,9 @@ GIVING_UP = {
     "postgresql": {"connect_timeout": 3, "tcp_user_timeout": 5000},
     "mysql": {"connect_timeout": 3, "read_timeout": 5, "write_timeout": 5},
 }
+
+# Seconds of each minute in which asynchronous exceptions strike.
+STRIKING_SECONDS = 10
 
 
 class Recorder:
@@ -273,12 +278,20 @@ class Worker:
         if odd == "abandoned":
             self.in_thread(key, policy, shared=shared)
             return
+        if odd == "struck":
+            self.be_struck(key, policy, shared=shared)
+            return
         hold = self.acquire(key, policy, shared=shared)
         if hold is None:
+            return
+        if odd == "passed on":
+            self.pass_on(hold)
             return
         try:
             if odd == "nested":
                 self.enter_again(hold, key, policy, shared=shared)
+            elif odd == "visited":
+                self.be_visited(hold)
             self.body(hold, key, odd, shared=shared)
         except TROUBLES:
             with contextlib.suppress(Exception):
@@ -304,7 +317,7 @@ class Worker:
             return self.task.oddity if self.random.random() < 0.5 else ""
         if not self.task.oddities or self.random.random() > self.task.odd:
             return ""
-        return self.random.choice(
+        odd = self.random.choice(
             [
                 "unrenewed",
                 "unrenewed",
@@ -315,8 +328,14 @@ class Worker:
                 "long",
                 "long",
                 "nested",
+                "visited",
+                "passed on",
+                "struck",
             ]
         )
+        # A strike excuses a key that stays for its ttl, so for most of the time there
+        # are none.
+        return odd if odd != "struck" or now() % 60 < STRIKING_SECONDS else ""
 
     def acquire(self, key: str, policy: dict[str, Any], *, shared: bool) -> Hold | None:
         self.ask(key, "s" if shared else "x", "lease", policy)
@@ -395,12 +414,16 @@ class Worker:
                 return
             time.sleep(min(left, 0.05))
 
-    def release(self, hold: Hold) -> None:
+    def leave(self, hold: Hold) -> None:
+        """Record that the hold is about to be released."""
         self.look(hold)
         self.status_page.say(
             self.task.slot, LEAVING, self.status_page.read(self.task.slot)[1]
         )
         self.write("end", self.number, now())
+
+    def release(self, hold: Hold) -> None:
+        self.leave(hold)
         answer = ""
         try:
             hold.release()
@@ -433,18 +456,106 @@ class Worker:
         """
 
         def run() -> None:
-            try:
-                hold = self.acquire(key, policy, shared=shared)
-                if hold is not None:
-                    self.forgotten.append(hold)
-                    self.write("end", self.number, now())
-            finally:
-                connections.close_all()
+            hold = self.acquire(key, policy, shared=shared)
+            if hold is not None:
+                self.forgotten.append(hold)
+                self.write("end", self.number, now())
 
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join()
+        in_a_thread(run)
         del self.forgotten[:-20]
+
+    def be_visited(self, hold: Hold) -> None:
+        """Let a thread enter the hold and leave it again.
+
+        The key belongs to this thread all the time.
+        """
+        in_a_thread(lambda: self.enter(hold))
+        self.look(hold)
+
+    def pass_on(self, hold: Hold) -> None:
+        """Leave the hold while a thread is in its block. The thread leaves it last."""
+        entered, left = threading.Event(), threading.Event()
+
+        def stay() -> None:
+            try:
+                self.enter(hold, lambda: (entered.set(), left.wait()), is_last=True)
+            finally:
+                entered.set()
+
+        def leave() -> None:
+            entered.wait()
+            try:
+                with contextlib.suppress(*TROUBLES):
+                    hold.release()
+            finally:
+                left.set()
+
+        in_a_thread(stay, meanwhile=leave)
+
+    def enter(
+        self,
+        hold: Hold,
+        ready: Callable[[], object] = lambda: None,
+        *,
+        is_last: bool = False,
+    ) -> None:
+        """Hold the key in a block of this thread, which may be the last to leave it."""
+        answer = ""
+        try:
+            with hold:
+                ready()
+                self.think(hold, at_most=self.task.think)
+                if is_last:
+                    self.leave(hold)
+        except LockLost:
+            answer = "LockLost"
+            self.write("lost", self.number, now())
+        except TROUBLES as error:
+            answer = type(error).__name__
+        if is_last:
+            self.write("gone", self.number, now(), answer)
+
+    def be_struck(self, key: str, policy: dict[str, Any], *, shared: bool) -> None:
+        """Hold the key in a block, while an asynchronous exception strikes anywhere.
+
+        A key that was granted and not recorded is free within its ttl and the grace.
+        """
+        self.ask(key, "s" if shared else "x", "lease", policy)
+        error = self.random.choice(STRUCK)
+        strike = Strike(self.random.uniform(0, 2 * self.task.think), error)
+        try:
+            with strike, self.lock(key, policy, shared=shared) as hold:
+                try:
+                    self.got(hold)
+                    self.think(hold, at_most=self.task.think)
+                    self.leave(hold)
+                except error:
+                    # The first record may be missing.
+                    self.leave(hold)
+                    raise
+            self.write("gone", self.number, now(), "")
+        except (error, *TROUBLES) as trouble:
+            # The clean-up of a driver may hide the strike behind an error of its own.
+            if strike.is_over:
+                self.write("struck", self.number, now())
+            self.refused(trouble)
+
+
+def in_a_thread(
+    function: Callable[[], object], meanwhile: Callable[[], object] = lambda: None
+) -> None:
+    """Run a function in a thread of its own, and wait for its end."""
+
+    def run() -> None:
+        try:
+            function()
+        finally:
+            connections.close_all()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    meanwhile()
+    thread.join()
 
 
 # Plain SQL takes a third of the processor time of the ORM.

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import random
 import secrets
-import sys
 import threading
 import time
 from contextlib import suppress
@@ -15,6 +13,7 @@ import pytest
 from django.db import connections
 
 from dlocks import LockError, db_lock, db_semaphore
+from tests.strikes import strike
 from tests.volume import volume
 
 pytestmark = [pytest.mark.driver, pytest.mark.django_db(transaction=True)]
@@ -57,28 +56,8 @@ class Job(threading.Thread):
             # Otherwise its identity may be that of another thread by now.
             if self._is_over or not self.is_alive():
                 return False
-            interval = sys.getswitchinterval()
-            # No other thread runs between the look and the strike.
-            sys.setswitchinterval(60)
-            try:
-                if not is_starting_a_thread(sys._current_frames().get(self.ident)):
-                    ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                        ctypes.c_ulong(self.ident), ctypes.py_object(TimeLimitError)
-                    )
-            finally:
-                sys.setswitchinterval(interval)
+            strike(self.ident, TimeLimitError)
         return True
-
-
-def is_starting_a_thread(frame):
-    """Return whether a frame is in ``Thread.start()``.
-
-    On CPython 3.11, the error may strike the new thread instead. It then ends before
-    it has begun, and ``start()`` never returns, without dlocks too.
-    """
-    while frame is not None and frame.f_code is not threading.Thread.start.__code__:
-        frame = frame.f_back
-    return frame is not None
 
 
 def work(name, using, choice):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 from django.db import transaction
@@ -98,9 +97,13 @@ class Notifications(Statements):
     def _notify_on_commit(self, channel: str) -> None:
         """Notify the process that listens on a channel when this step commits."""
         if is_same_host(channel):
-            transaction.on_commit(
-                partial(send, channel), using=self.database, robust=True
-            )
+
+            def notify() -> None:
+                # This is not a partial(), which has no name. Django logs the name of a
+                # callback that fails after a commit.
+                send(channel)
+
+            transaction.on_commit(notify, using=self.database, robust=True)
         elif channel and self.connection.vendor == "postgresql":
             # PostgreSQL sends the notification with the commit.
             self._run(
