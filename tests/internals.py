@@ -51,7 +51,7 @@ NAMES = {
     "connected": "dlocks.runtime.connected",
     "connection_of": "dlocks.runtime.connected:connection_of",
     "in_atomic_blocks": "dlocks.runtime.connected:in_atomic_blocks",
-    "election": "dlocks.election.state",
+    "failures": "dlocks.election.failures",
     "history": "dlocks.history",
     "History": "dlocks.history:History",
     "callers": "dlocks.core.callers",

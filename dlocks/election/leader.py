@@ -1,4 +1,12 @@
-"""Leader election: the campaign, which threads and event loops share."""
+"""Leader election: two loops, one for a thread and one for a task.
+
+Both do the same:
+
+1. Acquire the lock of the election, and wait for it without an end.
+2. Call ``on_elected``. Rest until the lead ends: by a loss, ``resign()`` or ``stop()``.
+3. Call ``on_deposed``, and release the lock. The next candidate in the queue leads.
+4. After a failure, pause. Begin again, unless the election is stopped.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +15,8 @@ import inspect
 import logging
 import os
 import threading
+import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Self
 
@@ -14,21 +24,30 @@ from django.db import close_old_connections, connections
 
 # It reports that the app is not installed, so the app cannot register it.
 from dlocks import checks  # noqa: F401
+from dlocks.conf import DEFAULT_ALIAS
 from dlocks.core.acquire import Acquisition
 from dlocks.core.callers import current_caller
 from dlocks.core.drive import TaskWakeup, adrive, drive
 from dlocks.core.hold import Hold
-from dlocks.election.state import ElectionState, begun
-from dlocks.exceptions import LockBackendError
+from dlocks.core.lock import Lock
+from dlocks.core.policy import FROM_SETTINGS, check_key
+from dlocks.election.failures import Failures
+from dlocks.exceptions import LockBackendError, LockError
 from dlocks.runtime import clock
-from dlocks.runtime.coroutines import run_in_sync_thread
+from dlocks.runtime.coroutines import run_in_sync_thread, waiting_for_a_lock
 from dlocks.runtime.delays import delays
-from dlocks.runtime.threads import Flag
+from dlocks.runtime.greenlets import is_alive
+from dlocks.runtime.keeper import keeper
+from dlocks.runtime.threads import Flag, Latch
+from dlocks.values import Duration, Holder, check_count, in_seconds
 
 logger = logging.getLogger("dlocks")
 
 # Bounds in seconds for the delays between requests to an unreachable backend.
 RETRY_DELAYS = 0.25, 10.0
+
+# Seconds for which the end of the process waits for an election in another thread.
+EXIT_TIMEOUT = 5.0
 
 UNREACHABLE = "The election %r cannot reach its backend, and retries: %s"
 NOT_AWAITED = "which run() and start() do not await. Use arun()."
@@ -51,17 +70,18 @@ class RealTaskWakeup(TaskWakeup):
         self._event.clear()
 
 
-class LeaderElection(ElectionState):
+class LeaderElection:
     """An election among all processes that run one of the same name.
 
     The process campaigns until it leads, and campaigns again after its lead.
 
     ``on_elected(hold)`` is called when this process has become the leader. It can do
     the leader's work for as long as ``is_leader`` is true, or start that work and
-    return. The lead lasts until it is lost or ``stop()`` is called. Then
-    ``on_deposed(hold)`` is called, once for each ``on_elected``, however that ended.
-    After that, a lead that was not lost is released, and the next process in the queue
-    acquires it at once. The two functions are never called at the same time.
+    return. The lead lasts until it is lost, or until ``resign()`` or ``stop()`` is
+    called. Then ``on_deposed(hold)`` is called, once for each ``on_elected``, however
+    that ended. After that, a lead that was not lost is released, and the next process
+    in the queue acquires it at once. The two functions are never called at the same
+    time.
 
     An error in ``on_elected`` is logged and ends the lead. The process campaigns again
     after 5 seconds. This time doubles with each further failure in a row, up to a
@@ -79,8 +99,84 @@ class LeaderElection(ElectionState):
     which waits at most five seconds for ``on_elected`` and ``on_deposed``.
     """
 
-    # Whether the election runs in a thread of its own, or in a task.
-    _alone = _in_task = False
+    # The lock of the current lead, and the last lead that is to end or has ended.
+    _hold: Hold | None = None
+    _deposed: Hold | None = None
+    _is_stopped = False
+    # The thread in which the election runs, and whether that is one of its own.
+    _runner: threading.Thread | None = None
+    _is_alone = False
+    _wakeup: Any = None
+    _pid = 0
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        on_elected: Callable[[Hold], Any] | None = None,
+        on_deposed: Callable[[Hold], Any] | None = None,
+        using: str = DEFAULT_ALIAS,
+        ttl: Duration | None = None,
+        give_up_after: int | None = None,
+    ) -> None:
+        check_key(name)
+        if give_up_after is not None:
+            check_count("give_up_after", give_up_after, "an int or None")
+        for argument, value in (("on_elected", on_elected), ("on_deposed", on_deposed)):
+            if value is not None and not callable(value):
+                raise TypeError(
+                    f"{argument} must be callable, not {type(value).__name__}"
+                )
+        self.name = name
+        self.on_elected = on_elected
+        self.on_deposed = on_deposed
+        self.give_up_after = give_up_after
+        self._failures = Failures(name, give_up_after)
+        self._lock = Lock(
+            # The name itself is left to the application: a leader may acquire a lock of
+            # that name.
+            key=f"leader:{name}",
+            using=using,
+            timeout=None,
+            ttl=FROM_SETTINGS if ttl is None else in_seconds(ttl),
+            scope="lease",
+            release_at="exit",
+            on_lost=self._wake,
+        )
+        self._mutex = threading.Lock()
+        self._ended = Latch()
+        # One flag for each thread in ``wait()``.
+        self._waiting: list[Flag] = []
+
+    def __repr__(self) -> str:
+        leads = "leads" if self.is_leader else "does not lead"
+        return f"<LeaderElection {self.name!r} {leads}>"
+
+    @property
+    def key(self) -> str:
+        """Return the key of the lock behind the election."""
+        return self._lock.key
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this process certainly leads and is to continue. Does no I/O."""
+        hold = self._hold
+        is_over = self._is_stopped or hold is self._deposed
+        return hold is not None and not is_over and hold.held
+
+    @property
+    def token(self) -> int | None:
+        """The fencing token of this process's lead, or None if it does not lead."""
+        hold = self._hold
+        return hold.token if hold is not None and self.is_leader else None
+
+    def leader(self) -> Holder | None:
+        """Return the current leader, or None. Queries the backend."""
+        holder = self._lock.holder()
+        return None if holder is None or holder.stale else holder
+
+    async def aleader(self) -> Holder | None:
+        return await run_in_sync_thread(self.leader)
 
     def run(self) -> None:
         """Campaign and lead until ``stop()`` is called.
@@ -88,17 +184,15 @@ class LeaderElection(ElectionState):
         If the backend cannot be reached, retry until it can.
         """
         self._begin(RealThreadWakeup())
-        # No call returns an awaitable, so the coroutine ends in one step.
-        with suppress(StopIteration):
-            self._campaign(drive, lambda function: function()).send(None)
+        self._campaign()
 
     def start(self) -> None:
         """Run the election in a new thread."""
         thread = threading.Thread(
             target=self._run_in_thread, name=f"dlocks-{self.key}", daemon=True
         )
-        self._begin(None, thread)
-        self._alone = True
+        self._begin(RealThreadWakeup(), thread)
+        self._is_alone = True
         try:
             thread.start()
         except BaseException:
@@ -112,7 +206,66 @@ class LeaderElection(ElectionState):
         ``on_elected`` is cancelled if the lead ends first.
         """
         self._begin(RealTaskWakeup())
-        await self._campaign(adrive, run_in_sync_thread)
+        await self._acampaign()
+
+    def resign(self) -> bool:
+        """Let the lead end, and campaign again behind the other candidates.
+
+        This does not wait. The lead ends as after ``stop()``, when ``on_elected`` and
+        ``on_deposed`` have returned. Return whether this process led.
+        """
+        hold, led = self._hold, self.is_leader
+        if led:
+            self._deposed = hold
+            self._wake()
+        return led
+
+    def stop(self, timeout: Duration | None = None) -> bool:
+        """Stop the election, release the lead, and wait until that is done.
+
+        Wait for ``timeout`` at most, and return whether it is done.
+
+        A call from within the election itself, for example from a signal handler during
+        ``run()``, returns without waiting. The election then ends as soon as
+        ``on_elected`` has returned.
+        """
+        self._is_stopped = True
+        self._wake()
+        if self._runner is None or self._pid != os.getpid():
+            # It has not begun, or runs in the process of which this one is a fork.
+            self._hold = None
+            return True
+        if self._runner is threading.current_thread():
+            return self._ended.is_set()
+        # This may be the thread of ``sync_to_async()``, in which the election would
+        # release the lead. The mark makes it use another thread.
+        with waiting_for_a_lock():
+            return self._ended.wait(in_seconds(timeout))
+
+    def wait(self, seconds: Duration) -> bool:
+        """Wait within ``on_elected`` while this process leads.
+
+        Wait for ``seconds`` at most, and return whether the process still leads.
+
+        Threads that ``on_elected`` started may wait too. The end of the lead wakes all
+        of them, and a later lead does not count as theirs.
+        """
+        deadline = clock.now() + in_seconds(seconds)
+        wakeup = Flag()
+        # Read the hold before registering the flag. If the lead ends in between, the
+        # loop notices it and does not mistake a later lead for this one.
+        hold = self._hold
+        self._waiting.append(wakeup)
+        try:
+            while True:
+                leads = self._hold is hold and self.is_leader
+                left = deadline - clock.now()
+                if not leads or left <= 0:
+                    break
+                wakeup.wait(left)
+            return leads
+        finally:
+            self._waiting.remove(wakeup)
 
     def __enter__(self) -> Self:
         self.start()
@@ -121,129 +274,192 @@ class LeaderElection(ElectionState):
     def __exit__(self, *exc: object) -> None:
         self.stop()
 
-    # Internal methods.
+    # What both loops share.
 
     def _begin(self, wakeup: Any, runner: threading.Thread | None = None) -> None:
-        in_task = isinstance(wakeup, TaskWakeup)
+        in_task = isinstance(wakeup, RealTaskWakeup)
         for function in (self.on_elected, self.on_deposed):
             if inspect.iscoroutinefunction(function) and not in_task:
                 raise TypeError(f"{function!r} is a coroutine function, {NOT_AWAITED}")
-        runner = runner or threading.current_thread()
         with self._mutex:
-            if self._wakeup is not None or self._runner not in {None, runner}:
+            if self._runner is not None:
+                state = "has ended" if self._ended.is_set() else "is already running"
+                if self._is_stopped:
+                    state = f"was stopped, and {state}"
                 raise RuntimeError(
-                    f"The election {self.name!r} is already running, or has ended."
-                    " Create a new LeaderElection."
+                    f"The election {self.name!r} {state}. Create a new LeaderElection."
                 )
-            self._in_task, self._wakeup = in_task, wakeup
-            self._pid, self._runner = os.getpid(), runner
+            self._wakeup, self._pid = wakeup, os.getpid()
+            self._runner = runner or threading.current_thread()
         begun.add(self)
+
+    def _acquisition(self) -> Acquisition:
+        return Acquisition(
+            self._lock,
+            current_caller(),
+            self._wakeup,
+            is_stopped=lambda: self._is_stopped,
+        )
+
+    def _tell(self, what: str, hold: Hold) -> None:
+        logger.info(
+            "%s %r: %s, token %d", what, self.name, hold.claim.holder, hold.token
+        )
+
+    def _wake(self, hold: Hold | None = None) -> None:
+        """Wake the election, and the threads in ``wait()``."""
+        if self._wakeup is not None:
+            self._wakeup.wake()
+        for wakeup in list(self._waiting):
+            wakeup.set()
+
+    def _end_lead(self, hold: Hold) -> None:
+        """Let ``is_leader`` be false, before ``on_deposed`` waits for other threads."""
+        self._deposed = hold
+        self._wake()
+
+    def _release(self) -> None:
+        hold, self._hold = self._hold, None
+        if hold is not None:
+            # The loss of a lead has been reported already. If the backend cannot be
+            # reached, the lease expires.
+            with suppress(LockError):
+                hold.release(failed=self._failures.error is not None)
+
+    # The loop of a thread.
 
     def _run_in_thread(self) -> None:
         try:
-            self.run()
+            self._campaign()
         except BaseException:
-            if self._backoff is not None:
+            if not self._failures.has_given_up:
                 logger.exception("The election %r ended with an error", self.name)
         finally:
             connections.close_all()
 
-    # The campaign. In a task, the calls that block return awaitables.
-
-    async def _campaign(self, drive: Any, call: Any) -> None:
+    def _campaign(self) -> None:
         try:
-            while True:
-                if self._stopping:
-                    break
-                await self._acquire(drive)
-                if self._hold is None or self._stopping:
-                    continue
-                await self._lead(self._hold)
-                await self._result(call(self._release))
-                await self._pause(self._end_lead())
-                if not self._alone:
-                    continue
-                close_old_connections()
+            while not self._is_stopped:
+                self._acquire()
+                if self._hold is not None and not self._is_stopped:
+                    self._lead(self._hold)
+                self._release()
+                self._pause(self._failures.end_lead())
+                if self._is_alone:
+                    close_old_connections()
         finally:
             try:
-                await self._result(call(self._release))
+                self._release()
             finally:
                 self._ended.set()
 
-    async def _result(self, value: Any) -> Any:
-        return await value if self._is_awaited(value) else value
-
-    def _is_awaited(self, value: object) -> bool:
-        """Return whether to await a value. Refuse a coroutine in a thread."""
-        if self._in_task:
-            return inspect.isawaitable(value)
-        if inspect.iscoroutine(value):
-            value.close()
-            raise TypeError(f"{value!r} was returned, {NOT_AWAITED}")
-        return False
-
-    async def _acquire(self, drive: Any) -> None:
+    def _acquire(self) -> None:
         """Wait for the lead, unless the election is stopped."""
         for delay in delays(clock.FOREVER, *RETRY_DELAYS):
             try:
-                acquisition = Acquisition(
-                    self._lock,
-                    current_caller(),
-                    self._wakeup,
-                    is_stopped=lambda: self._stopping,
-                )
-                hold = drive(acquisition)
-                # A call in between might raise an interrupt, and lose the hold.
-                self._hold = (await hold) if self._in_task else hold
+                # One line, so that an interrupt in between does not lose the hold.
+                self._hold = drive(self._acquisition())
                 return
             except LockBackendError as error:
                 logger.warning(UNREACHABLE, self.name, error)
-            await self._pause(delay)
+            self._pause(delay)
 
-    async def _lead(self, hold: Hold) -> None:
+    def _lead(self, hold: Hold) -> None:
         # The leader holds the key for as long as it runs.
         hold.has_no_limit()
-        facts = self.name, hold.claim.holder, hold.token
-        logger.info("Elected %r: %s, token %d", *facts)
-        work: asyncio.Future[Any] | None = None
+        self._tell("Elected", hold)
         try:
-            if self.on_elected is not None and self._is_awaited(
-                begun := self.on_elected(hold)
-            ):
-                work = asyncio.ensure_future(begun)
-                work.add_done_callback(lambda _: self._wakeup.wake())
-            while True:
-                if not self.is_leader or _error_of(work) is not None:
-                    break
-                await self._result(self._wakeup.rest(hold.remaining))
-            if self.is_leader and work is not None and work.cancelled():
-                raise RuntimeError("It was cancelled, but not by the election.")
+            _call(self.on_elected, hold)
+            while self.is_leader:
+                self._wakeup.rest(hold.remaining)
         except (Exception, SystemExit) as error:
             # SystemExit would end only a thread of ``start()``, so it counts there.
-            if isinstance(error, SystemExit) and not self._alone:
+            if isinstance(error, SystemExit) and not self._is_alone:
                 raise
-            self._fail(hold, error)
+            self._failures.add(hold, error)
         finally:
-            self._deposing = True
-            # ``on_deposed`` may wait for threads in ``wait()``.
-            self._wake()
+            self._end_lead(hold)
+            self._tell("Deposed", hold)
+            try:
+                _call(self.on_deposed, hold)
+            except Exception:
+                logger.exception("on_deposed of %r failed", self.name)
+
+    def _pause(self, seconds: float) -> None:
+        """Wait for ``seconds``, unless the election is stopped."""
+        deadline = clock.now() + seconds
+        while not self._is_stopped and (left := deadline - clock.now()) > 0:
+            self._wakeup.rest(left)
+
+    # The loop of a task. Requests run in Django's thread.
+
+    async def _acampaign(self) -> None:
+        try:
+            while not self._is_stopped:
+                await self._aacquire()
+                if self._hold is not None and not self._is_stopped:
+                    await self._alead(self._hold)
+                await run_in_sync_thread(self._release)
+                await self._apause(self._failures.end_lead())
+        finally:
+            try:
+                await run_in_sync_thread(self._release)
+            finally:
+                self._ended.set()
+
+    async def _aacquire(self) -> None:
+        for delay in delays(clock.FOREVER, *RETRY_DELAYS):
+            try:
+                self._hold = await adrive(self._acquisition())
+                return
+            except LockBackendError as error:
+                logger.warning(UNREACHABLE, self.name, error)
+            await self._apause(delay)
+
+    async def _alead(self, hold: Hold) -> None:
+        hold.has_no_limit()
+        self._tell("Elected", hold)
+        work: asyncio.Future[Any] | None = None
+        try:
+            if self.on_elected is not None:
+                result = self.on_elected(hold)
+                if inspect.isawaitable(result):
+                    work = asyncio.ensure_future(result)
+                    work.add_done_callback(lambda _: self._wakeup.wake())
+            while self.is_leader and _error_of(work) is None:
+                await self._wakeup.rest(hold.remaining)
+            if self.is_leader and work is not None and work.cancelled():
+                raise RuntimeError("It was cancelled, but not by the election.")
+        except Exception as error:  # noqa: BLE001 (it is logged, and ends the lead)
+            self._failures.add(hold, error)
+        finally:
+            self._end_lead(hold)
             cancelled = None if work is None else await _end(work)
-            logger.info("Deposed %r: %s, token %d", *facts)
+            self._tell("Deposed", hold)
             try:
                 if self.on_deposed is not None:
-                    await self._result(self.on_deposed(hold))
+                    result = self.on_deposed(hold)
+                    if inspect.isawaitable(result):
+                        await result
             except Exception:
                 logger.exception("on_deposed of %r failed", self.name)
         if cancelled is not None:
             raise cancelled
         if isinstance(trouble := _error_of(work), Exception):
-            self._fail(hold, trouble)
+            self._failures.add(hold, trouble)
 
-    async def _pause(self, seconds: float) -> None:
-        """Wait for ``seconds``, unless the election is stopped."""
+    async def _apause(self, seconds: float) -> None:
         deadline = clock.now() + seconds
-        while not self._stopping and (left := deadline - clock.now()) > 0:
-            await self._result(self._wakeup.rest(left))
+        while not self._is_stopped and (left := deadline - clock.now()) > 0:
+            await self._wakeup.rest(left)
+
+
+def _call(function: Callable[[Hold], Any] | None, hold: Hold) -> None:
+    """Call a function in a thread. Refuse the coroutine that it returns."""
+    result = None if function is None else function(hold)
+    if inspect.iscoroutine(result):
+        result.close()
+        raise TypeError(f"{result!r} was returned, {NOT_AWAITED}")
 
 
 def _error_of(work: asyncio.Future[Any] | None) -> BaseException | None:
@@ -264,3 +480,22 @@ async def _end(work: asyncio.Future[Any]) -> BaseException | None:
             # The lead must not end before its work has ended.
             cancelled = error
     return cancelled
+
+
+# The elections that may have to be stopped at the end of the process.
+begun: weakref.WeakSet[LeaderElection] = weakref.WeakSet()
+
+
+def _at_exit() -> None:
+    """Stop the elections of other threads at the end of the process.
+
+    Otherwise they would campaign again when the keeper releases their leads. All are
+    stopped before the wait for the first one.
+    """
+    for timeout in (0.0, EXIT_TIMEOUT):
+        for election in list(begun):
+            if election._runner is not None and is_alive(election._runner):
+                election.stop(timeout)
+
+
+keeper.before_exit.append(_at_exit)

@@ -107,6 +107,51 @@ def test_a_stopped_candidate_leaves_the_queue(elections, heard):
     assert hold.queue_length() == 0
 
 
+def test_a_leader_that_resigns_lets_the_next_candidate_lead(elections, heard):
+    """It then campaigns again. Without another candidate it leads again."""
+    first = elections(**telling(heard, "first"))
+    assert not first.resign()
+    first.start()
+    _, hold = next_of(heard)
+    assert first.resign()
+    assert not first.is_leader
+    assert next_of(heard) == ("first deposed", hold)
+    told, again = next_of(heard)
+    assert told == "first elected"
+    assert again.token > hold.token
+    second = elections(**telling(heard, "second"))
+    second.start()
+    eventually(lambda: again.queue_length() == 1)
+    assert first.resign()
+    told = {next_of(heard)[0] for _ in range(2)}
+    assert told == {"first deposed", "second elected"}
+    assert second.stop(10)
+    told = {next_of(heard)[0] for _ in range(2)}
+    assert told == {"second deposed", "first elected"}
+
+
+async def test_async_work_is_cancelled_when_the_leader_resigns():
+    told, began = [], asyncio.Event()
+
+    async def work(hold):
+        began.set()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            told.append(one.is_leader)
+
+    one = LeaderElection("scheduler", using="memory", on_elected=work)
+    running = asyncio.create_task(one.arun())
+    for _ in range(2):
+        await began.wait()
+        began.clear()
+        assert one.resign()
+    await began.wait()
+    one.stop()
+    await running
+    assert told == [False] * 3
+
+
 def test_a_leader_is_deposed_once_and_elected_again(elections, heard):
     one = elections(ttl=0.6, **telling(heard, "one"))
     one.start()
@@ -340,7 +385,7 @@ async def test_an_election_can_run_only_once():
     with pytest.raises(RuntimeError, match="already running"):
         await one.arun()
     assert await asyncio.to_thread(one.stop, 5)
-    with pytest.raises(RuntimeError, match="has ended"):
+    with pytest.raises(RuntimeError, match="was stopped, and has ended"):
         one.start()
     other = LeaderElection("scheduler", using="memory")
     assert other.stop()

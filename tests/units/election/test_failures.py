@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import copy
 import logging
+import os
 import queue
 import threading
 import time
@@ -15,7 +16,7 @@ from django.db import connections
 
 from dlocks import Hold, LeaderElection
 from dlocks.testing import lose
-from tests.internals import election
+from tests.internals import failures
 from tests.promises.election.campaigns import elections, fail, heard, next_of
 from tests.timing import eventually
 
@@ -31,7 +32,7 @@ def test_the_work_of_a_leader_ends_during_on_deposed(elections, heard, monkeypat
     new work. A thread in ``wait()`` does not delay ``stop()``. A SystemExit, as
     ``call_command("run_locked")`` raises it, is a failure like others.
     """
-    monkeypatch.setattr(election, "PAUSE", 0.0)
+    monkeypatch.setattr(failures, "PAUSE", 0.0)
     waiting, waited, threads = threading.Barrier(5), queue.SimpleQueue(), []
     endings = [SystemExit(3), ZeroDivisionError()]
 
@@ -44,7 +45,7 @@ def test_the_work_of_a_leader_ends_during_on_deposed(elections, heard, monkeypat
             threads.append(threading.Thread(target=work, args=[seconds], daemon=True))
             threads[-1].start()
         waiting.wait(10)
-        eventually(lambda: len(one._wakeups_of_work) == 4)
+        eventually(lambda: len(one._waiting) == 4)
         heard.put(("one", "elected", hold))
         if endings:
             raise endings.pop()
@@ -70,7 +71,7 @@ def test_the_work_of_a_leader_ends_during_on_deposed(elections, heard, monkeypat
 def test_a_broken_connection_is_replaced_before_the_next_lead(
     elections, heard, monkeypatch
 ):
-    monkeypatch.setattr(election, "PAUSE", 0.0)
+    monkeypatch.setattr(failures, "PAUSE", 0.0)
 
     def lead(hold):
         there = connections["default"]
@@ -143,7 +144,7 @@ def test_a_fork_of_a_leader_does_not_wait_for_its_parent(elections, monkeypatch)
     # A forked process has a wakeup of its own.
     inherited._wake = lambda: None
     with monkeypatch.context() as patched:
-        patched.setattr(election.os, "getpid", lambda: 1)
+        patched.setattr(os, "getpid", lambda: 1)
         assert not inherited.is_leader
         assert inherited.stop(5)
     assert one.is_leader
@@ -161,7 +162,7 @@ def test_the_pause_after_a_failure_doubles_up_to_a_minute(
     def fail_by_turns(hold):
         raise errors.pop(0)
 
-    async def rest(self, seconds):
+    def rest(self, seconds):
         pauses.append(seconds)
         if not errors:
             self.stop()
@@ -194,7 +195,7 @@ def test_a_successful_lead_resets_the_failure_count(good, elections, monkeypatch
             hold._parts[0].lease.granted_at -= 61
         raise ZeroDivisionError
 
-    async def rest(self, seconds):
+    def rest(self, seconds):
         pauses.append(seconds)
         if len(pauses) == 5:
             self.stop()
@@ -212,7 +213,7 @@ def test_an_election_ends_after_repeated_failures(
 
     The error is raised, or logged by a thread, and the key is free.
     """
-    monkeypatch.setattr(election, "PAUSE", 0.01)
+    monkeypatch.setattr(failures, "PAUSE", 0.01)
     deposed = []
     one = elections(on_elected=fail, on_deposed=deposed.append, give_up_after=3)
     with caplog.at_level(logging.ERROR, "dlocks"):
@@ -242,7 +243,7 @@ def test_an_election_ends_after_repeated_failures(
 async def test_an_error_of_async_work_is_logged_and_releases_the_key(
     error, message, caplog, monkeypatch
 ):
-    monkeypatch.setattr(election, "PAUSE", 0.7)
+    monkeypatch.setattr(failures, "PAUSE", 0.7)
     tries, at = [], []
     leading = asyncio.Event()
 
