@@ -23,7 +23,7 @@ from dlocks.signals import End, Watcher, watchers
 from dlocks.transactions import in_testcase
 
 if TYPE_CHECKING:
-    from dlocks.protocols import ObservedHold
+    from dlocks.core.hold import Hold
 
 logger = logging.getLogger("dlocks")
 
@@ -49,7 +49,7 @@ class HistoryBuffer:
         # successful write.
         self._failed = self._dropped = False
 
-    def record(self, hold: ObservedHold, ending: str) -> None:
+    def record(self, hold: Hold, ending: str) -> None:
         """Add a hold to the buffer. The keeper writes it soon."""
         connection = self.backend.connection
         if in_testcase(connection):
@@ -131,7 +131,7 @@ def flush() -> None:
 class History(Watcher):
     """The watcher that records ended holds."""
 
-    def ended(self, hold: ObservedHold, how: End) -> None:
+    def ended(self, hold: Hold, how: End) -> None:
         backend = hold.backend
         if not isinstance(backend, DatabaseBackend) or not backend.history:
             return

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from django.dispatch import Signal
 
 if TYPE_CHECKING:
-    from dlocks.protocols import ObservedHold, Policy
     from dlocks.values import Holder
 
 logger = logging.getLogger("dlocks")
@@ -37,13 +36,13 @@ class Watcher:
     It is called directly. Sending a signal costs more than most observers do.
     """
 
-    def acquired(self, hold: ObservedHold) -> None:
+    def acquired(self, hold: Any) -> None:
         pass
 
-    def ended(self, hold: ObservedHold, how: End) -> None:
+    def ended(self, hold: Any, how: End) -> None:
         pass
 
-    def timed_out(self, lock: Policy, holder: Holder | None, waited: float) -> None:
+    def timed_out(self, lock: Any, holder: Holder | None, waited: float) -> None:
         pass
 
 
@@ -80,7 +79,7 @@ def _raise_interrupt(answers: Any) -> None:
             raise answer
 
 
-def send_acquired(hold: ObservedHold) -> None:
+def send_acquired(hold: Any) -> None:
     for watcher in watchers:
         try:
             watcher.acquired(hold)
@@ -92,7 +91,7 @@ def send_acquired(hold: ObservedHold) -> None:
         _raise_interrupt(answers)
 
 
-def send_ended(hold: ObservedHold, how: End) -> None:
+def send_ended(hold: Any, how: End) -> None:
     for watcher in watchers:
         try:
             watcher.ended(hold, how)
@@ -104,7 +103,7 @@ def send_ended(hold: ObservedHold, how: End) -> None:
         _raise_interrupt(answers)
 
 
-def send_timed_out(lock: Policy, holder: Holder | None, waited: float) -> None:
+def send_timed_out(lock: Any, holder: Holder | None, waited: float) -> None:
     for watcher in watchers:
         try:
             watcher.timed_out(lock, holder, waited)

@@ -20,7 +20,8 @@ else:
     HAS_OPENTELEMETRY = True
 
 if TYPE_CHECKING:
-    from dlocks.protocols import ObservedHold, Policy
+    from dlocks.core.hold import Hold
+    from dlocks.core.policy import LockPolicy
     from dlocks.values import Holder
 
 # A logger of its own, so that a formatter can rely on the fields of its records.
@@ -41,7 +42,7 @@ class Log(Watcher):
     ``lock_waited`` and ``lock_held``.
     """
 
-    def acquired(self, hold: ObservedHold) -> None:
+    def acquired(self, hold: Hold) -> None:
         if logger.isEnabledFor(logging.DEBUG):
             who = hold.claim.holder
             message = "%r acquired by %s, token %d, waited %.3f s"
@@ -59,7 +60,7 @@ class Log(Watcher):
         if slow is not None and hold.waited >= slow:
             self._slow_wait(slow, f"acquired by {hold.claim.holder}", _fields(hold))
 
-    def ended(self, hold: ObservedHold, how: End) -> None:
+    def ended(self, hold: Hold, how: End) -> None:
         slow = hold.backend.slow_hold
         debugged = logger.isEnabledFor(logging.DEBUG)
         if slow is None and not debugged:
@@ -91,7 +92,7 @@ class Log(Watcher):
                 extra=_fields(hold, held),
             )
 
-    def timed_out(self, lock: Policy, holder: Holder | None, waited: float) -> None:
+    def timed_out(self, lock: LockPolicy, holder: Holder | None, waited: float) -> None:
         fields = {
             "lock_key": lock.key,
             "lock_holder": holder.holder if holder is not None else "",
@@ -127,7 +128,7 @@ class OpenTelemetry(Watcher):
     def __init__(self) -> None:
         meter = metrics.get_meter("dlocks", __version__)
         self._tracer = trace.get_tracer("dlocks", __version__)
-        self._spans: WeakKeyDictionary[ObservedHold, trace.Span] = WeakKeyDictionary()
+        self._spans: WeakKeyDictionary[Hold, trace.Span] = WeakKeyDictionary()
         self._wait, self._hold = (
             meter.create_histogram(
                 name, "s", text, explicit_bucket_boundaries_advisory=BOUNDARIES
@@ -150,7 +151,7 @@ class OpenTelemetry(Watcher):
             "dlocks.takeovers", "{hold}", "Holds that took over an expired lease."
         )
 
-    def acquired(self, hold: ObservedHold) -> None:
+    def acquired(self, hold: Hold) -> None:
         attributes = self._attributes(hold.lock, hold.scope)
         self._wait.record(hold.waited, {**attributes, "dlocks.outcome": "acquired"})
         if hold.waited:
@@ -172,7 +173,7 @@ class OpenTelemetry(Watcher):
             {"dlocks.token": hold.token, "dlocks.takeover": hold.takeover},
         )
 
-    def ended(self, hold: ObservedHold, how: End) -> None:
+    def ended(self, hold: Hold, how: End) -> None:
         attributes = self._attributes(hold.lock, hold.scope)
         self._hold.record(hold.age, {**attributes, "dlocks.outcome": how})
         span = self._spans.pop(hold, None)
@@ -184,7 +185,7 @@ class OpenTelemetry(Watcher):
             span.set_attribute("dlocks.outcome", how)
             span.end()
 
-    def timed_out(self, lock: Policy, holder: Holder | None, waited: float) -> None:
+    def timed_out(self, lock: LockPolicy, holder: Holder | None, waited: float) -> None:
         attributes = self._attributes(lock)
         self._wait.record(waited, {**attributes, "dlocks.outcome": "timeout"})
         self._contentions.add(1, attributes)
@@ -199,7 +200,7 @@ class OpenTelemetry(Watcher):
             span.set_status(trace.StatusCode.ERROR, "timeout")
             span.end()
 
-    def _attributes(self, lock: Policy, scope: str | None = None) -> dict[str, str]:
+    def _attributes(self, lock: LockPolicy, scope: str | None = None) -> dict[str, str]:
         # The number of different keys is unlimited, and one time series for each would
         # overload a metrics store.
         group, colon, _rest = lock.key.partition(":")
@@ -210,14 +211,14 @@ class OpenTelemetry(Watcher):
         return attributes if scope is None else {**attributes, "dlocks.scope": scope}
 
     def _span(
-        self, name: str, lock: Policy, ago: float, attributes: Mapping[str, Any]
+        self, name: str, lock: LockPolicy, ago: float, attributes: Mapping[str, Any]
     ) -> trace.Span:
         began = time.time_ns() - round(ago * 1e9)
         attributes = {"dlocks.key": lock.key, "dlocks.alias": lock.using, **attributes}
         return self._tracer.start_span(name, start_time=began, attributes=attributes)
 
 
-def _fields(hold: ObservedHold, held: float | None = None) -> dict[str, Any]:
+def _fields(hold: Hold, held: float | None = None) -> dict[str, Any]:
     return {
         "lock_key": hold.key,
         "lock_holder": hold.claim.holder,

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from django.db import connections
 
@@ -17,8 +17,10 @@ from dlocks.runtime.requests import request
 from dlocks.runtime.workers import IDLE_CLOSE_AFTER, ServerWorker
 
 if TYPE_CHECKING:
+    import asyncio
+
     from dlocks.backends.base import Backend
-    from dlocks.protocols import WatchedHold
+    from dlocks.values import Claim
 
 logger = logging.getLogger("dlocks")
 
@@ -30,6 +32,32 @@ REPLY_TIMEOUT = 1.0
 EXPLAINED_LIMIT = 10
 # The reason given for all other lost holds.
 GONE = "the backend reports that this hold has ended"
+
+
+class WatchedHold(Protocol):
+    """What the keeper uses of a ``Holding``, which is in a higher layer."""
+
+    backend: Backend
+    claim: Claim
+    face: Any
+    lease: Any
+    life: Any
+    watch: Any
+
+    @property
+    def is_over(self) -> bool: ...
+    @property
+    def renewable(self) -> bool: ...
+    @property
+    def in_transactions(self) -> bool: ...
+    @property
+    def to_settle(self) -> bool: ...
+    @property
+    def callers(self) -> list[threading.Thread | asyncio.Task[Any]]: ...
+    def next_claim(self) -> Claim: ...
+    def lose(self, why: str) -> None: ...
+    def why_gone(self) -> str: ...
+    def settle(self) -> None: ...
 
 
 class WorkerJobs:

@@ -23,7 +23,7 @@ from django.db import connections
 from dlocks.runtime import clock
 from dlocks.runtime.clock import FOREVER
 from dlocks.runtime.greenlets import is_alive
-from dlocks.runtime.jobs import WorkerJobs
+from dlocks.runtime.jobs import WatchedHold, WorkerJobs
 from dlocks.runtime.pools import leave_pools, use_private_connections
 from dlocks.runtime.process import at_child_exit, in_child
 from dlocks.runtime.threads import BackgroundThread, Latch, PythonIsExitingError
@@ -31,7 +31,6 @@ from dlocks.runtime.workers import IDLE_CLOSE_AFTER, ServerWorker
 
 if TYPE_CHECKING:
     from dlocks.backends.base import Backend
-    from dlocks.protocols import WatchedHold
 
 T = TypeVar("T")
 
@@ -397,12 +396,13 @@ class Keeper(WorkerJobs):
         return due
 
     def _due_at(self, hold: WatchedHold) -> float:
+        due: float
         reply_by = self._reply_by(hold)
-        return (
-            hold.watch.due_at(hold)
-            if reply_by is None or hold.in_transactions
-            else max(hold.lease.deadline, reply_by)
-        )
+        if reply_by is None or hold.in_transactions:
+            due = hold.watch.due_at(hold)
+        else:
+            due = max(hold.lease.deadline, reply_by)
+        return due
 
     def _check(self, hold: WatchedHold) -> None:
         if hold.is_over:

@@ -20,7 +20,6 @@ from dlocks.runtime.threads import BackgroundThread, PythonIsExitingError
 
 if TYPE_CHECKING:
     from dlocks.backends.base import Backend
-    from dlocks.protocols import WatchedHold
 
 T = TypeVar("T")
 
@@ -61,7 +60,7 @@ class ServerWorker:
         # The backends that are renewing their holds, with the time of the start, and
         # the holds that are about to be settled.
         self.renewing: dict[Backend, float] = {}
-        self.settling: set[WatchedHold] = set()
+        self.settling: set[Any] = set()
 
     @property
     def is_current(self) -> bool:
