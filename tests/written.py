@@ -19,7 +19,7 @@ def nothing_is_left():
         with keeper._mutex:
             # These jobs are for records that are written by now. They could run during
             # the next test.
-            keeper._deferred.clear()
+            keeper._workers.deferred.clear()
 
     write()
     yield

@@ -1,4 +1,4 @@
-"""The jobs of the workers: renewals, the settling of holds, and deferred functions."""
+"""The workers of all servers, and the jobs that the keeper gives them."""
 
 from __future__ import annotations
 
@@ -60,29 +60,34 @@ class WatchedHold(Protocol):
     def settle(self) -> None: ...
 
 
-class WorkerJobs:
-    """The jobs that the keeper gives to the worker of each server."""
+class Workers:
+    """The workers of all servers, and the jobs that the keeper gives them."""
 
-    _mutex: threading.RLock
-    # When each deferred function is due, and the worker that calls it. FOREVER if it
-    # was posted.
-    _deferred: dict[Callable[[], None], tuple[float, ServerWorker]]
-    # The workers by the identity of their backends.
-    _workers: dict[str, ServerWorker]
+    def __init__(
+        self,
+        mutex: threading.RLock,
+        *,
+        holds: Callable[[], list[WatchedHold]],
+        check_soon: Callable[[], None],
+        run_at_exit: Callable[[Callable[[], None]], bool],
+    ) -> None:
+        self._mutex = mutex
+        self._holds = holds
+        self._check_soon = check_soon
+        # Runs a job of a worker that cannot start any more, or returns False.
+        self._run_at_exit = run_at_exit
+        # When each deferred function is due, and the worker that calls it. FOREVER if
+        # it was posted.
+        self.deferred: dict[Callable[[], None], tuple[float, ServerWorker]] = {}
+        # By the identity of their backends.
+        self.by_server: dict[str, ServerWorker] = {}
 
-    if TYPE_CHECKING:
-
-        @property
-        def holds(self) -> list[WatchedHold]: ...
-        def check_soon(self) -> None: ...
-        def _run_at_exit(self, job: Callable[[], None]) -> bool: ...
-
-    def _worker(self, backend: Backend | None) -> ServerWorker:
+    def of(self, backend: Backend | None) -> ServerWorker:
         identity = "" if backend is None else backend.identity
-        worker = self._workers.get(identity)
+        worker = self.by_server.get(identity)
         if worker is None:
             with self._mutex:
-                worker = self._workers.setdefault(
+                worker = self.by_server.setdefault(
                     identity, ServerWorker(self._is_needed, self._run_at_exit)
                 )
         return worker
@@ -94,10 +99,11 @@ class WorkerJobs:
         the worker's while its thread has the keeper's.
         """
         return any(
-            self._workers.get(hold.backend.identity) is worker for hold in self.holds
-        ) or any(needed is worker for _, needed in list(self._deferred.values()))
+            self.by_server.get(hold.backend.identity) is worker
+            for hold in self._holds()
+        ) or any(needed is worker for _, needed in list(self.deferred.values()))
 
-    def _due(
+    def due(
         self, holds: Iterable[WatchedHold]
     ) -> list[tuple[Backend, list[WatchedHold]]]:
         """Return the backends with a lease to renew now, each with its holds."""
@@ -112,22 +118,20 @@ class WorkerJobs:
             for backend in due
         ]
 
-    def _reply_by(self, hold: WatchedHold) -> float | None:
+    def reply_by(self, hold: WatchedHold) -> float | None:
         """Return until when the reply to a pending renewal may arrive, or None."""
-        worker = self._workers.get(hold.backend.identity)
+        worker = self.by_server.get(hold.backend.identity)
         sent_at = None if worker is None else worker.renewing.get(hold.backend)
         return (
             sent_at + REPLY_TIMEOUT if sent_at is not None and hold.renewable else None
         )
 
-    def _post_deferred(
-        self, function: Callable[[], None], worker: ServerWorker
-    ) -> None:
+    def post_deferred(self, function: Callable[[], None], worker: ServerWorker) -> None:
         try:
             worker.post(partial(self._run_deferred, function))
         except BaseException:
             with self._mutex:
-                self._deferred[function] = clock.now() + IDLE_CLOSE_AFTER, worker
+                self.deferred[function] = clock.now() + IDLE_CLOSE_AFTER, worker
             raise
 
     def _run_deferred(self, function: Callable[[], None]) -> None:
@@ -137,11 +141,11 @@ class WorkerJobs:
             with self._mutex:
                 # Kept until now, so that the exit does not miss it, and longer if it
                 # was requested again.
-                if self._deferred.get(function, (0.0, None))[0] == FOREVER:
-                    del self._deferred[function]
+                if self.deferred.get(function, (0.0, None))[0] == FOREVER:
+                    del self.deferred[function]
 
-    def _post_settling(self, hold: WatchedHold) -> None:
-        worker = self._worker(hold.backend)
+    def post_settling(self, hold: WatchedHold) -> None:
+        worker = self.of(hold.backend)
         if hold in worker.settling:
             return
         worker.settling.add(hold)
@@ -161,8 +165,8 @@ class WorkerJobs:
         finally:
             worker.settling.discard(hold)
 
-    def _post_renewal(self, backend: Backend, holds: Iterable[WatchedHold]) -> None:
-        worker = self._worker(backend)
+    def post_renewal(self, backend: Backend, holds: Iterable[WatchedHold]) -> None:
+        worker = self.of(backend)
         if backend in worker.renewing:
             return
         worker.renewing[backend] = clock.now()
@@ -179,7 +183,7 @@ class WorkerJobs:
     def _renew_all(self, worker: ServerWorker, backend: Backend) -> None:
         try:
             with self._mutex:
-                holds = list(hold for hold in self.holds if hold.backend is backend)
+                holds = list(hold for hold in self._holds() if hold.backend is backend)
             self._renew(backend, holds)
             for hold in holds:
                 # The reply is here. The next renewal may already be due, and must not
@@ -187,7 +191,7 @@ class WorkerJobs:
                 hold.watch.check_expiry(hold)
         finally:
             del worker.renewing[backend]
-            self.check_soon()
+            self._check_soon()
 
     def _renew(self, backend: Backend, holds: Iterable[WatchedHold]) -> None:
         now = clock.now()

@@ -23,7 +23,7 @@ from django.db import connections
 from dlocks.runtime import clock
 from dlocks.runtime.clock import FOREVER
 from dlocks.runtime.greenlets import is_alive
-from dlocks.runtime.jobs import WatchedHold, WorkerJobs
+from dlocks.runtime.jobs import WatchedHold, Workers
 from dlocks.runtime.pools import leave_pools, use_private_connections
 from dlocks.runtime.process import at_child_exit, in_child
 from dlocks.runtime.threads import BackgroundThread, Latch, PythonIsExitingError
@@ -62,7 +62,7 @@ def _is_at_work(hold: WatchedHold) -> bool:
     return False
 
 
-class Keeper(WorkerJobs):
+class Keeper:
     """The background service that renews leases and detects lost holds.
 
     It renews in batches, and sends requests outside of callers' transactions. Its
@@ -85,8 +85,12 @@ class Keeper(WorkerJobs):
         # transaction.
         self._left: set[WatchedHold] = set()
         self._jobs: deque[Callable[[], None]] = deque()
-        self._deferred = {}
-        self._workers = {}
+        self._workers = Workers(
+            self._mutex,
+            holds=lambda: self.holds,
+            check_soon=self.check_soon,
+            run_at_exit=self._run_at_exit,
+        )
         self._thread = BackgroundThread("dlocks-keeper", self._loop)
         # The thread that has begun to work and has not ended.
         self._working_thread: threading.Thread | None = None
@@ -102,7 +106,7 @@ class Keeper(WorkerJobs):
     def is_current(self) -> bool:
         """Return whether the current thread belongs to the keeper."""
         return self._thread.is_current or any(
-            worker.is_current for worker in list(self._workers.values())
+            worker.is_current for worker in list(self._workers.by_server.values())
         )
 
     @property
@@ -147,7 +151,7 @@ class Keeper(WorkerJobs):
             idle = not self._kept
         # Outside of the mutex. From Python 3.12 on, an interrupt in a comprehension
         # would leave it locked.
-        for worker in list(self._workers.values()) if idle else ():
+        for worker in list(self._workers.by_server.values()) if idle else ():
             if worker.connected:
                 worker.notify()
 
@@ -178,7 +182,7 @@ class Keeper(WorkerJobs):
             return
 
         def job() -> None:
-            self._worker(backend).post(function)
+            self._workers.of(backend).post(function)
 
         with self._mutex:
             self._jobs.append(job)
@@ -199,7 +203,7 @@ class Keeper(WorkerJobs):
         if self.is_current:
             return function()
         try:
-            return self._worker(backend).run(function, timeout)
+            return self._workers.of(backend).run(function, timeout)
         except PythonIsExitingError:
             if backend is not None and backend.in_transaction():
                 raise
@@ -214,12 +218,12 @@ class Keeper(WorkerJobs):
         Further requests before that are merged.
         """
         due = clock.now() + seconds
-        current = self._deferred.get(function)
+        current = self._workers.deferred.get(function)
         if current is not None and current[0] <= due:
             return
-        worker = self._worker(backend)
+        worker = self._workers.of(backend)
         with self._mutex:
-            self._deferred[function] = due, worker
+            self._workers.deferred[function] = due, worker
             if not self._thread.is_running or due < self._wakes_at:
                 self._wake()
 
@@ -233,7 +237,7 @@ class Keeper(WorkerJobs):
                     self._jobs.append(done.set)
                     self._wake()
                 done.wait()
-            for worker in list(self._workers.values()):
+            for worker in list(self._workers.by_server.values()):
                 worker.run(lambda: None)
                 while worker.renewals:
                     worker.run(lambda: None)
@@ -256,7 +260,7 @@ class Keeper(WorkerJobs):
             if report is not None:
                 self._at_exit(report)
         with self._mutex:
-            deferred = list(self._deferred)
+            deferred = list(self._workers.deferred)
         for function in deferred:
             self._at_exit(function)
 
@@ -343,11 +347,11 @@ class Keeper(WorkerJobs):
                 # A copy, since a finalizer in this thread may add a function.
                 deferred = list(
                     (function, worker)
-                    for function, (due, worker) in self._deferred.copy().items()
+                    for function, (due, worker) in self._workers.deferred.copy().items()
                     if due <= now
                 )
                 for function, worker in deferred:
-                    self._deferred[function] = FOREVER, worker
+                    self._workers.deferred[function] = FOREVER, worker
             if not self._safely(self._round, jobs, deferred, holds):
                 time.sleep(IDLE_CLOSE_AFTER)
             # A reference kept during the pause would keep the hold alive.
@@ -362,10 +366,12 @@ class Keeper(WorkerJobs):
     ) -> bool:
         succeeded = [self._safely(job) for job in jobs]
         succeeded += [
-            self._safely(self._post_deferred, *function) for function in deferred
+            self._safely(self._workers.post_deferred, *function)
+            for function in deferred
         ]
         succeeded += [
-            self._safely(self._post_renewal, *renewals) for renewals in self._due(holds)
+            self._safely(self._workers.post_renewal, *renewals)
+            for renewals in self._workers.due(holds)
         ]
         succeeded += [self._safely(self._check, hold) for hold in holds]
         return all(succeeded)
@@ -385,7 +391,7 @@ class Keeper(WorkerJobs):
         due = min(
             [
                 *map(self._due_at, self.holds),
-                *(due for due, _ in self._deferred.copy().values()),
+                *(due for due, _ in self._workers.deferred.copy().values()),
             ],
             default=FOREVER,
         )
@@ -397,7 +403,7 @@ class Keeper(WorkerJobs):
 
     def _due_at(self, hold: WatchedHold) -> float:
         due: float
-        reply_by = self._reply_by(hold)
+        reply_by = self._workers.reply_by(hold)
         if reply_by is None or hold.in_transactions:
             due = hold.watch.due_at(hold)
         else:
@@ -411,10 +417,10 @@ class Keeper(WorkerJobs):
             return
         hold.watch.watch_callers(hold)
         if hold.to_settle or hold.watch.is_abandoned(hold):
-            self._post_settling(hold)
+            self._workers.post_settling(hold)
             return
         hold.watch.report_slow(hold)
-        reply_by = self._reply_by(hold)
+        reply_by = self._workers.reply_by(hold)
         if reply_by is None or clock.now() >= reply_by:
             hold.watch.check_expiry(hold)
 
@@ -424,7 +430,7 @@ class Keeper(WorkerJobs):
     def _connected(self) -> list[Any]:
         return [
             connection
-            for worker in list(self._workers.values())
+            for worker in list(self._workers.by_server.values())
             for connection in worker.connected
         ]
 

@@ -273,7 +273,7 @@ class Simulation:
             return
         (holding,) = hold._parts
         if holding.renewable and holding.lease.renew_at <= self.time:
-            keeper._renew(holding.backend, [holding])
+            keeper._workers._renew(holding.backend, [holding])
         holding.watch.check_expiry(holding)
 
     def look(self, number: int) -> None:

@@ -75,7 +75,7 @@ def test_a_call_in_one_worker_may_call_another_worker(threads):
 def test_renewals_and_calls_take_turns(monkeypatch, until, threads):
     """Calls from inside transactions may take seconds while a row is locked."""
     backend, done = backends["memory"], []
-    renew, worker = backend.renew, keeper._worker(backend)
+    renew, worker = backend.renew, keeper._workers.of(backend)
     begun, goes_on = threading.Event(), threading.Event()
     monkeypatch.setattr(
         backend, "renew", lambda claims: (done.append("renewal"), renew(claims))[1]
@@ -161,7 +161,7 @@ def test_only_tasks_are_run_later_if_no_worker_could_start(desks_fail, until):
     keeper.later(chore, 0.0, backends["memory"])
     until(failed)
     until(lambda: done)
-    until(lambda: chore not in keeper._deferred)
+    until(lambda: chore not in keeper._workers.deferred)
     assert done == [1]
     until(no_worker_runs)
     with db_lock("stock:7", using="memory", ttl=2.4) as hold:
