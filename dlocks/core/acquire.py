@@ -104,8 +104,8 @@ class Acquisition:
         return [self._attempt(lock, key) for lock, key in self._locks]
 
     @property
-    def in_transaction(self) -> bool:
-        return any(attempt.in_transaction for attempt in self.attempts)
+    def has_transaction_scope(self) -> bool:
+        return any(attempt.has_transaction_scope for attempt in self.attempts)
 
     def steps(self) -> Iterator[Step]:
         """Yield a request to make and seconds to wait, in turns.
@@ -190,7 +190,7 @@ class Acquisition:
             if attempt.waiter is not None:
                 attempt.waiter.closed = True
         # What is part of a transaction ends with it.
-        if not self.in_transaction:
+        if not self.has_transaction_scope:
             keeper.post(self.cancel, self.backend)
 
 

@@ -170,7 +170,7 @@ class Attempt:
         return self.claim
 
     @property
-    def in_transaction(self) -> bool:
+    def has_transaction_scope(self) -> bool:
         """Return whether the claim is to be part of the caller's transaction."""
         return self.lock.scope == "transaction" or (
             self.claim is not None and self.claim.scope == "transaction"
@@ -429,7 +429,7 @@ class Attempt:
 
         A release from outside would wait for its end. Return whether it succeeded.
         """
-        if not self.in_transaction or not self.was_granted:
+        if not self.has_transaction_scope or not self.was_granted:
             return False
         if connection_of(self.backend.database).needs_rollback:
             return False
@@ -451,7 +451,7 @@ def ask_for(
     except TableLockedError:
         for one in attempts:
             # A release would wait for the table too, and end the caller's transaction.
-            one.may_be_granted = not one.in_transaction
+            one.may_be_granted = not one.has_transaction_scope
         raise
     except LockBackendError as error:
         for one in attempts:
@@ -463,7 +463,7 @@ def ask_for(
         # is no refusal. A signal handler has raised it.
         for one in attempts:
             one.may_be_granted = (
-                isinstance(refusal, RuntimeError) and not one.in_transaction
+                isinstance(refusal, RuntimeError) and not one.has_transaction_scope
             )
         if not (isinstance(refusal, LockNotAwaitable) and attempts[0].timeout == 0):
             raise

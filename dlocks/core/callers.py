@@ -451,7 +451,7 @@ def is_outside(backend: Backend) -> bool:
 def holding_of(caller: Caller, backend: Backend) -> tuple[HeldKey, ...]:
     """Return what a caller holds in a backend, as others can see it."""
     held = [
-        HeldKey(hold.claim.key, hold.claim.owner, hold.in_transactions)
+        HeldKey(hold.claim.key, hold.claim.owner, hold.awaits_transactions)
         for hold in keeper.holds
         if caller in hold.callers
         and hold.backend.identity == backend.identity

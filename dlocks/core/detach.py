@@ -121,7 +121,7 @@ def _transfer(hold: Holding, ttl: float) -> tuple[float, float]:
         left = hold.kept_for, hold.lease.last_at - clock.now()
         _pass_on(hold, dataclasses.replace(hold.claim, ttl=min(ttl, left[1])))
     except BaseException:
-        if has_offered and not _is_settled(hold):
+        if has_offered and _may_be_passed_on(hold):
             # Interrupted, perhaps by a RuntimeError of a signal handler, so no process
             # will ever receive the text.
             hold.life.taken()
@@ -131,10 +131,10 @@ def _transfer(hold: Holding, ttl: float) -> tuple[float, float]:
     return left
 
 
-def _is_settled(hold: Holding) -> bool:
-    """Return whether a failed request has kept the hold, or ended it."""
+def _may_be_passed_on(hold: Holding) -> bool:
+    """Return whether a text of the hold may be valid."""
     state = hold.life.state
-    return not (state.phase is Phase.DETACHING or state.reason is Reason.DETACHED)
+    return state.phase is Phase.DETACHING or state.reason is Reason.DETACHED
 
 
 def _why_not_offered(hold: Holding) -> Exception:

@@ -91,7 +91,7 @@ class _Requests:
         """Make a request in Django's thread, and return the answer."""
         return await run_in_sync_thread(
             partial(self._make, request),
-            in_transaction_only=self._acquisition.in_transaction,
+            in_transaction_only=self._acquisition.has_transaction_scope,
         )
 
     def _make(self, request: Callable[[], T]) -> T | None:

@@ -133,7 +133,7 @@ class Holding:
         return self.life.state.phase is Phase.LEFT and self.held
 
     @property
-    def in_transactions(self) -> bool:
+    def awaits_transactions(self) -> bool:
         """Return whether the hold's state depends on the end of transactions."""
         state = self.life.state
         return state.phase is Phase.LEFT or bool(state.pins)
@@ -262,7 +262,7 @@ class Holding:
         if not self.life.enter(entry, block=block):
             return False
         keeper.forget_end(self)
-        self.watch.unused_since = None
+        self.watch.orphaned_since = None
         return True
 
     def enter_late(self, entry: Entry) -> None:
@@ -291,7 +291,7 @@ class Holding:
             for one in before:
                 # Perhaps this entry has taken the place of one of them.
                 self.forget_entry(one)
-        self.watch.unused_since = None
+        self.watch.orphaned_since = None
         return entry
 
     def stop_using(self, new_entry: Entry, chosen: list[Entry | None]) -> None:

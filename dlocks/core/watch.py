@@ -30,7 +30,7 @@ class Watch:
     """What the keeper knows of a hold, and does about it."""
 
     # When its callers were first found to have ended.
-    unused_since: float | None = None
+    orphaned_since: float | None = None
     # Whether it was reported as not released for a long time, or need not be.
     is_slow = False
     # The file and the line that acquired it, where Python reports unclosed resources.
@@ -39,7 +39,7 @@ class Watch:
     def due_at(self, hold: Any) -> float:
         """Return when the keeper should check this hold."""
         lease: Lease = hold.lease
-        if hold.in_transactions:
+        if hold.awaits_transactions:
             return clock.now() + POLL_EVERY
         due = lease.deadline
         if hold.renewable:
@@ -79,16 +79,16 @@ class Watch:
     def watch_callers(self, hold: Any) -> None:
         """Record since when all callers of the open entries have ended."""
         if not _has_no_caller(hold):
-            self.unused_since = None
-        elif self.unused_since is None:
-            self.unused_since = clock.now()
+            self.orphaned_since = None
+        elif self.orphaned_since is None:
+            self.orphaned_since = clock.now()
 
-    def is_abandoned(self, hold: Any) -> bool:
+    def is_orphaned(self, hold: Any) -> bool:
         """Return whether its threads have ended, or event loops were closed.
 
         A caller that is about to end may pass the hold to another thread.
         """
-        since = self.unused_since
+        since = self.orphaned_since
         return (
             since is not None
             and clock.now() >= since + LOOK_EVERY
@@ -97,7 +97,7 @@ class Watch:
             and not hold.life.is_kept
         )
 
-    def end_abandoned(self, hold: Any) -> None:
+    def end_orphaned(self, hold: Any) -> None:
         """Report a hold whose callers have ended as lost, and release its key."""
         entries = hold.life.state.entries
         ended = [one.caller for one in entries if callers.has_ended(one.caller)]

@@ -49,7 +49,7 @@ class WatchedHold(Protocol):
     @property
     def renewable(self) -> bool: ...
     @property
-    def in_transactions(self) -> bool: ...
+    def awaits_transactions(self) -> bool: ...
     @property
     def to_settle(self) -> bool: ...
     @property
@@ -144,26 +144,26 @@ class Workers:
                 if self.deferred.get(function, (0.0, None))[0] == FOREVER:
                     del self.deferred[function]
 
-    def post_settling(self, hold: WatchedHold) -> None:
+    def post_end(self, hold: WatchedHold) -> None:
         worker = self.of(hold.backend)
-        if hold in worker.settling:
+        if hold in worker.ending:
             return
-        worker.settling.add(hold)
+        worker.ending.add(hold)
         try:
-            worker.post(partial(self._settle, worker, hold))
+            worker.post(partial(self._end, worker, hold))
         except BaseException:
-            worker.settling.discard(hold)
+            worker.ending.discard(hold)
             raise
 
-    def _settle(self, worker: ServerWorker, hold: WatchedHold) -> None:
+    def _end(self, worker: ServerWorker, hold: WatchedHold) -> None:
         try:
             # The caller may have entered the hold again since this was posted.
             if hold.to_settle:
                 hold.settle()
-            elif hold.watch.is_abandoned(hold):
-                hold.watch.end_abandoned(hold)
+            elif hold.watch.is_orphaned(hold):
+                hold.watch.end_orphaned(hold)
         finally:
-            worker.settling.discard(hold)
+            worker.ending.discard(hold)
 
     def post_renewal(self, backend: Backend, holds: Iterable[WatchedHold]) -> None:
         worker = self.of(backend)

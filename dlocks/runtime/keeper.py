@@ -404,7 +404,7 @@ class Keeper:
     def _due_at(self, hold: WatchedHold) -> float:
         due: float
         reply_by = self._workers.reply_by(hold)
-        if reply_by is None or hold.in_transactions:
+        if reply_by is None or hold.awaits_transactions:
             due = hold.watch.due_at(hold)
         else:
             due = max(hold.lease.deadline, reply_by)
@@ -416,8 +416,8 @@ class Keeper:
             self.drop(hold)
             return
         hold.watch.watch_callers(hold)
-        if hold.to_settle or hold.watch.is_abandoned(hold):
-            self._workers.post_settling(hold)
+        if hold.to_settle or hold.watch.is_orphaned(hold):
+            self._workers.post_end(hold)
             return
         hold.watch.report_slow(hold)
         reply_by = self._workers.reply_by(hold)

@@ -58,9 +58,9 @@ class ServerWorker:
         self._renewed = False
         self.connected: list[Any] = []
         # The backends that are renewing their holds, with the time of the start, and
-        # the holds that are about to be settled.
+        # the holds that are about to be ended.
         self.renewing: dict[Backend, float] = {}
-        self.settling: set[Any] = set()
+        self.ending: set[Any] = set()
 
     @property
     def is_current(self) -> bool:
