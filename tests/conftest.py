@@ -370,7 +370,7 @@ def nothing_left_behind(has_failed):
             del one.cursor
     left = keeper.holds
     # A hold that was left is reported only once.
-    keeper._kept.clear()
+    keeper._holds.clear()
     keeper._left.clear()
     # The traceback of a failed test keeps its holds alive. The next test, or a rerun of
     # this one, would otherwise reenter them.

@@ -46,7 +46,7 @@ class Acquisition:
         wakeup: Wakeup,
         *,
         wait: bool = True,
-        keep: bool = False,
+        releasable: bool = False,
         place: FramePlace | None = None,
         key: str | None = None,
         is_stopped: Callable[[], bool] | None = None,
@@ -55,7 +55,7 @@ class Acquisition:
         self.caller = caller
         self.wakeup = wakeup
         # Whether ``lock.release()`` may leave it.
-        self.keep = keep
+        self.releasable = releasable
         self.place = place
         self.is_stopped = is_stopped
         self.backend = backends[lock.using]
@@ -169,7 +169,7 @@ class Acquisition:
         if self.place is not None:
             self.opened = Block(self.caller, self.place, hold, entries)
             self.lock._blocks.open.append(self.opened)
-        elif self.keep:
+        elif self.releasable:
             callers.add_acquired(self.caller, Acquired(self.lock, hold, entries))
             if sys.flags.dev_mode or tracemalloc.is_tracing():
                 for entry in entries:

@@ -18,7 +18,7 @@ from dlocks.backends.base import (
 )
 from dlocks.core import callers, confirm, explain
 from dlocks.core.callers import Caller
-from dlocks.core.claims import claim_for, kept_for, own_hold
+from dlocks.core.claims import claim_for, own_hold, until_reentry
 from dlocks.core.hold import Hold
 from dlocks.core.holding import Holding
 from dlocks.core.life import Entry
@@ -136,13 +136,13 @@ class Attempt:
         if self.is_granted:
             return DONE
         self.wakeup.arm()
-        left_for = kept_for(self.caller, self.place)
+        left_for = until_reentry(self.caller, self.place)
         pause = min(self._pause(), left_for)
         return None if pause == FOREVER else pause
 
     def _request(self) -> None:
         caller = self.caller
-        if self.claim is not None and kept_for(caller, self.place) == 0:
+        if self.claim is not None and until_reentry(caller, self.place) == 0:
             # The caller can now enter the hold that it left. Waiting would be in vain.
             self.cancel()
             self.claim = None
@@ -249,7 +249,7 @@ class Attempt:
         self.entry.hold = hold
         callers.add(self.entry)
         if hold.scope == "lease":
-            keeper.keep(hold)
+            keeper.add(hold)
         if self.waiter is not None:
             waiters_of(self.backend).remove(self.waiter)
             self.waiter = None
@@ -265,7 +265,7 @@ class Attempt:
         self.entry.hold.life.receive(self.entry)
         if self.lock.min_hold:
             until = clock.now() + self.lock.min_hold
-            self.entry.kept_until = until
+            self.entry.min_hold_until = until
             self.entry.hold.has_min_hold = True
 
     # To wait.

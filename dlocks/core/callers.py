@@ -136,9 +136,9 @@ def _count(uses: Uses) -> None:
 
 def _forget_lost(uses: Uses, entries: list[Entry]) -> None:
     """Forget the lost ones among the entries of one place."""
-    kept = _kept(entries)
-    uses.count -= len(entries) - len(kept)
-    entries[:] = kept
+    rest = _current(entries)
+    uses.count -= len(entries) - len(rest)
+    entries[:] = rest
 
 
 def remove(entry: Entry) -> None:
@@ -163,10 +163,10 @@ def remove(entry: Entry) -> None:
 def _forget_released(uses: Uses, key: str) -> None:
     """Forget the acquired holds of locks with a key that were left since."""
     acquired = uses.acquired[key]
-    kept = list(filter(_is_open, acquired))
-    uses.count -= len(acquired) - len(kept)
-    uses.acquired[key] = kept
-    if not kept:
+    rest = list(filter(_is_open, acquired))
+    uses.count -= len(acquired) - len(rest)
+    uses.acquired[key] = rest
+    if not rest:
         del uses.acquired[key]
 
 
@@ -187,9 +187,9 @@ def add_acquired(caller: Caller, acquired: Acquired) -> None:
 
 
 def _forget_lost_of(uses: Uses, place: Place, acquired: list[Acquired]) -> None:
-    kept = [one for one in acquired if one.place != place or _is_kept(one)]
-    uses.count -= len(acquired) - len(kept)
-    acquired[:] = kept
+    rest = [one for one in acquired if one.place != place or _is_current(one)]
+    uses.count -= len(acquired) - len(rest)
+    acquired[:] = rest
 
 
 def _is_open(acquired: Acquired) -> bool:
@@ -220,23 +220,23 @@ def _clean_up(uses: Uses) -> None:
     Their number then doubles before the next search, so this costs little.
     """
     for place, entries in list(uses.entries.items()):
-        uses.entries[place] = _kept(entries)
+        uses.entries[place] = _current(entries)
         if not uses.entries[place]:
             del uses.entries[place]
     for key, acquired in list(uses.acquired.items()):
-        uses.acquired[key] = list(filter(_is_kept, acquired))
+        uses.acquired[key] = list(filter(_is_current, acquired))
         if not uses.acquired[key]:
             del uses.acquired[key]
     uses.count = len(_entries_of(uses)) + sum(map(len, uses.acquired.values()))
     uses.clean_at = max(FEW, 2 * uses.count)
 
 
-def _kept(entries: Iterable[Entry]) -> list[Entry]:
-    return [entry for entry in entries if entry.hold.keeps]
+def _current(entries: Iterable[Entry]) -> list[Entry]:
+    return [entry for entry in entries if entry.hold.may_be_held]
 
 
-def _is_kept(acquired: Acquired) -> bool:
-    return bool(_kept(acquired.entries))
+def _is_current(acquired: Acquired) -> bool:
+    return bool(_current(acquired.entries))
 
 
 def places_of(caller: Any) -> dict[Place, list[Entry]]:
@@ -258,8 +258,8 @@ def has_uses(caller: Any) -> bool:
     """Return whether a caller holds any lock."""
     with _mutex:
         uses = _uses.get(caller)
-        kept = [] if uses is None else _kept(_entries_of(uses))
-    return bool(kept)
+        rest = [] if uses is None else _current(_entries_of(uses))
+    return bool(rest)
 
 
 def holds() -> list[Any]:

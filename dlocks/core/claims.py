@@ -75,14 +75,14 @@ def _report_lost(caller: Caller, place: Place, lock: LockPolicy) -> None:
                 raise hold.lost_error()
 
 
-def kept_for(caller: Caller, place: Place) -> float:
-    """Return the seconds for which the caller's own left hold keeps the key.
+def until_reentry(caller: Caller, place: Place) -> float:
+    """Return the seconds until the caller can enter the hold that it has left.
 
     This is infinite if the caller has left no hold in a transaction.
     """
     entries = callers.entries_at(caller, place)
     if entries and entries[-1].hold.is_left:
-        return entries[-1].hold.kept_for  # type: ignore[no-any-return]
+        return entries[-1].hold.min_hold_left  # type: ignore[no-any-return]
     return FOREVER
 
 
@@ -157,7 +157,7 @@ def _other_hold(caller: Caller, place: Place) -> Holding | None:
 
 def _is_lost(hold: Holding) -> bool:
     """Return whether a hold is lost, although its caller has not left it."""
-    if hold.keeps:
+    if hold.may_be_held:
         return False
     hold.expire()
     return True

@@ -10,7 +10,7 @@ from dlocks.runtime import clock
 
 def check(hold: Any) -> None:
     """Check with the backend that the key is held, or raise LockLost."""
-    if not hold.keeps:
+    if not hold.may_be_held:
         raise hold.expired()
     if not hold.is_confirmed(hold.count):
         raise hold.lost(hold.why_gone())
@@ -22,11 +22,11 @@ def renew(hold: Any) -> None:
     if hold.scope == "transaction" or hold.life.is_pinned:
         check(hold)
         return
-    if not hold.keeps:
+    if not hold.may_be_held:
         raise hold.expired()
     sent, lease = clock.now(), hold.lease
-    if lease.kept_until:
-        lease.kept_until = max(lease.kept_until, sent + hold.claim.ttl)
+    if lease.renewed_until:
+        lease.renewed_until = max(lease.renewed_until, sent + hold.claim.ttl)
     note_renewal(hold, sent, hold.ask(hold.backend.renew, [hold.next_claim()]))
 
 

@@ -118,7 +118,7 @@ def _transfer(hold: Holding, ttl: float) -> tuple[float, float]:
         has_offered = hold.life.offer(mine)
         if not has_offered:
             raise _why_not_offered(hold)
-        left = hold.kept_for, hold.lease.last_at - clock.now()
+        left = hold.min_hold_left, hold.lease.last_at - clock.now()
         _pass_on(hold, dataclasses.replace(hold.claim, ttl=min(ttl, left[1])))
     except BaseException:
         if has_offered and _may_be_passed_on(hold):
@@ -160,7 +160,7 @@ def _why_not_offered(hold: Holding) -> Exception:
 
 def _pass_on(hold: Holding, claim: Claim) -> None:
     """Let the lease last for the claim's ttl, and end the hold."""
-    keeper.drop(hold)
+    keeper.remove(hold)
     sent = clock.now()
     try:
         # By the keeper, so that no pending renewal comes after it.
@@ -171,7 +171,7 @@ def _pass_on(hold: Holding, claim: Claim) -> None:
         hold.lease.renew_at = sent
         hold.perform_quietly(hold.life.failed())
         if not hold.is_over:
-            keeper.keep(hold)
+            keeper.add(hold)
         raise
     if not stands:
         raise hold.lost(hold.why_gone())

@@ -75,10 +75,10 @@ class Holding:
         self.lease = Lease(self.lock, backend, claim, grant, sent)
         if self.lock.min_hold:
             # Counted from the reply, so it is never too short by the row's begin_time.
-            entry.kept_until = self.lease.granted_at + self.lock.min_hold
+            entry.min_hold_until = self.lease.granted_at + self.lock.min_hold
             self.has_min_hold = True
         # Until when the key stays taken after its release, because of left entries.
-        self._kept_until = 0.0
+        self._min_hold_until = 0.0
         self.life = Life(entry, block=block)
         self.watch = Watch()
         if self.scope == "transaction":
@@ -139,8 +139,8 @@ class Holding:
         return state.phase is Phase.LEFT or bool(state.pins)
 
     @property
-    def keeps(self) -> bool:
-        """Return whether the key is held, or may still be.
+    def may_be_held(self) -> bool:
+        """Return whether the key is certainly held, or may still be.
 
         A hold may still be renewed after its lease has expired.
         """
@@ -158,7 +158,7 @@ class Holding:
         # A hold left in a transaction is kept for its min_hold from all callers, even
         # this one.
         left = self.life.state.phase is Phase.LEFT
-        return not left or (self.held and not self.kept_for)
+        return not left or (self.held and not self.min_hold_left)
 
     @property
     def may_be_late(self) -> bool:
@@ -177,11 +177,11 @@ class Holding:
         return not self.is_over and self.lease.can_grow and not self.life.is_pinned
 
     @property
-    def kept_for(self) -> float:
+    def min_hold_left(self) -> float:
         """Return the seconds for which the key stays taken after its release."""
-        until = self._kept_until
+        until = self._min_hold_until
         for entry in self.life.state.entries:
-            until = max(until, entry.kept_until)
+            until = max(until, entry.min_hold_until)
         return max(0.0, until - clock.now()) if until else 0.0
 
     @property
@@ -261,7 +261,7 @@ class Holding:
         """Add an entry, and return False if the hold has ended."""
         if not self.life.enter(entry, block=block):
             return False
-        keeper.forget_end(self)
+        keeper.remove_left(self)
         self.watch.orphaned_since = None
         return True
 
@@ -340,7 +340,7 @@ class Holding:
             if is_done and not at_block_end:
                 self._end_with_transaction(event)
                 return
-            if not self.keeps:
+            if not self.may_be_held:
                 self._expired_at_leave()
             within = transactions_of(self)
             if self.has_min_hold:
@@ -362,7 +362,7 @@ class Holding:
 
     def _note_min_hold(self) -> None:
         for entry in self.life.state.entries:
-            self._kept_until = max(self._kept_until, entry.kept_until)
+            self._min_hold_until = max(self._min_hold_until, entry.min_hold_until)
 
     def _expired_at_leave(self) -> None:
         if self.is_forked:
@@ -468,7 +468,7 @@ class Holding:
                 self.backend.release,
                 self.claim,
                 failed=self.life.state.failed,
-                keep=self.kept_for,
+                keep=self.min_hold_left,
             )
         except LockBackendError as error:
             self.is_released = True
@@ -497,7 +497,9 @@ class Holding:
     def release_again(self, *, log: bool = False) -> None:
         """Release the key once more, if the backend can be reached."""
         try:
-            self.ask(self.backend.release, self.claim, failed=True, keep=self.kept_for)
+            self.ask(
+                self.backend.release, self.claim, failed=True, keep=self.min_hold_left
+            )
         except LockError as trouble:
             if log:
                 logger.warning("%s", trouble)
@@ -505,7 +507,7 @@ class Holding:
 
     def forget(self) -> None:
         """Stop watching a hold that has ended."""
-        keeper.drop(self)
+        keeper.remove(self)
         settlement, self._settlement = self._settlement, None
         if settlement is not None and settlement.left_by is not None:
             callers.remove(settlement.left_by)
@@ -578,7 +580,7 @@ class Holding:
         return self.lost_error()
 
     def expired(self) -> LockLost:
-        """End a hold that is not kept any more, and return the error for its caller."""
+        """End a hold that cannot be held any more, and return its caller's error."""
         self.forget_entries()
         self.expire()
         return self.lost_error()

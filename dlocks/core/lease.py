@@ -56,7 +56,9 @@ class Lease:
         # Without renewal, a hold still lasts for its ttl if the backend grants shorter
         # leases.
         short = grant.lease is not None and self._renew_every < FOREVER
-        self.kept_until = FOREVER if lock.renew else sent + claim.ttl if short else 0.0
+        self.renewed_until = (
+            FOREVER if lock.renew else sent + claim.ttl if short else 0.0
+        )
         # The first lease of a queued claim is short. Only a very short hold needs no
         # renewal.
         due = self.granted_at + RENEW_SOON if grant.lease else sent + ttl / 3
@@ -69,7 +71,7 @@ class Lease:
     @property
     def can_grow(self) -> bool:
         """Return whether a renewal may extend it, at most until ``max_hold``."""
-        return self.deadline < min(self.last_at, self.kept_until)
+        return self.deadline < min(self.last_at, self.renewed_until)
 
     def lost_at(self, *, may_be_late: bool) -> float:
         """Return when it is lost unless it is renewed."""
@@ -83,7 +85,9 @@ class Lease:
         It is ``late`` where the lease may have expired.
         """
         now = clock.now()
-        ttl = min(self.claim.ttl, min(self.last_at, self.kept_until or FOREVER) - now)
+        ttl = min(
+            self.claim.ttl, min(self.last_at, self.renewed_until or FOREVER) - now
+        )
         late = self.deadline - now < ALMOST_OVER and may_be_late
         if ttl == self.claim.ttl and not late:
             return self.claim
@@ -99,7 +103,7 @@ class Lease:
             return
         # The row was locked, so the lease was not fully extended. Retry soon. (Without
         # ``renew``, it is not extended to its full ttl in any case.)
-        renews = self.kept_until == FOREVER
+        renews = self.renewed_until == FOREVER
         self.put_off_renewal("another transaction had locked its row" if renews else "")
 
     def put_off_renewal(self, why: BaseException | str) -> None:

@@ -70,7 +70,7 @@ class Transaction(Protocol):
 class Entry:
     """The use of a hold by one caller. It is open until it is left, once."""
 
-    __slots__ = ("acquired_by", "caller", "hold", "kept_until", "lock")
+    __slots__ = ("acquired_by", "caller", "hold", "lock", "min_hold_until")
 
     def __init__(self, caller: Any, lock: Any = None, hold: Any = None) -> None:
         self.caller = caller
@@ -78,7 +78,7 @@ class Entry:
         self.lock = lock
         self.hold = hold
         # Until when the key stays taken after its release, because of ``min_hold``.
-        self.kept_until = 0.0
+        self.min_hold_until = 0.0
         # The key, or the list of keys, of the lock whose ``acquire()`` made it.
         self.acquired_by = ""
 
@@ -197,7 +197,10 @@ class Life:
                 entry, new = new_entry, old
                 if behind := _of_callers(free, ended)[-1:]:
                     new = old._replace(entries=_without(old.entries, behind))
-                    entry.lock, entry.kept_until = behind[0].lock, behind[0].kept_until
+                    entry.lock, entry.min_hold_until = (
+                        behind[0].lock,
+                        behind[0].min_hold_until,
+                    )
                 new = new._replace(entries=(*new.entries, entry))
             chosen[:] = [entry]
             return new._replace(blocks=(*new.blocks, entry)), Effect.NOTHING

@@ -75,7 +75,9 @@ class Lock(LockPolicy):
         Raise LockTimeout when the key is still not free.
         """
         refuse_in_a_coroutine(AWAIT)
-        acquisition = Acquisition(self, current_caller(), ThreadWakeup(), keep=True)
+        acquisition = Acquisition(
+            self, current_caller(), ThreadWakeup(), releasable=True
+        )
         # One line, so that no interrupt can come between the grant and the return.
         return drive(acquisition)  # type: ignore[no-any-return]
 
@@ -83,7 +85,7 @@ class Lock(LockPolicy):
         """Try once, without waiting. Return None if another caller holds the key."""
         refuse_in_a_coroutine(AWAIT)
         caller, wakeup = current_caller(), ThreadWakeup()
-        acquisition = Acquisition(self, caller, wakeup, wait=False, keep=True)
+        acquisition = Acquisition(self, caller, wakeup, wait=False, releasable=True)
         try:
             return drive(acquisition)  # type: ignore[no-any-return]
         except LockTimeout:
@@ -156,11 +158,11 @@ class Lock(LockPolicy):
     # coroutine waits.
 
     async def aacquire(self) -> Hold:
-        return await self._aacquire(keep=True)
+        return await self._aacquire(releasable=True)
 
     async def atry_acquire(self) -> Hold | None:
         try:
-            return await self._aacquire(wait=False, keep=True)
+            return await self._aacquire(wait=False, releasable=True)
         except LockTimeout:
             return None
 

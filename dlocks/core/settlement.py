@@ -76,7 +76,7 @@ class Settlement:
                 mark.at_commit.append(self.settle)
         # A rollback drops the on_commit() callbacks, perhaps with the last reference to
         # the hold.
-        keeper.await_end(self.hold)
+        keeper.add_left(self.hold)
 
     def settle(self, timeout: float = SETTLE_TIMEOUT) -> None:
         """Release the lease once all of the transactions have ended.

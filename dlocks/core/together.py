@@ -79,7 +79,7 @@ def _is_released_simply(hold: Holding, entry: Entry) -> bool:
     return (
         hold.held
         and hold.life.state.entries == (entry,)
-        and not hold.kept_for
+        and not hold.min_hold_left
         and not transactions_of(hold)
     )
 

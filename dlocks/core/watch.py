@@ -128,7 +128,7 @@ class Watch:
             # Only open transactions kept it.
             hold.perform_quietly(Effect.RELEASE)
             return None
-        keeper.drop(hold)
+        keeper.remove(hold)
         # A caller may acquire the key again, in another exit handler.
         hold.forget_entries()
         hold.release_again(log=True)

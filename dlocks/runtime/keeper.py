@@ -80,7 +80,7 @@ class Keeper:
         self._mutex = threading.RLock()
         self._changed = threading.Condition(self._mutex)
         # A plain set, since WeakSet is written in Python.
-        self._kept: set[weakref.ref[WatchedHold]] = set()
+        self._holds: set[weakref.ref[WatchedHold]] = set()
         # Holds that may have no other reference, to be released at the end of a
         # transaction.
         self._left: set[WatchedHold] = set()
@@ -95,7 +95,7 @@ class Keeper:
         # The thread that has begun to work and has not ended.
         self._working_thread: threading.Thread | None = None
         self._wakes_at = FOREVER
-        self._has_kept = False
+        self._has_added = False
         # Whether a warning has said that the thread cannot start.
         self._has_warned = False
         # Whether this is an ending child process, in which only threads at work are
@@ -112,13 +112,13 @@ class Keeper:
     @property
     def holds(self) -> list[WatchedHold]:
         """Return the holds that the keeper watches."""
-        return [hold for kept in list(self._kept) if (hold := kept()) is not None]
+        return [hold for one in list(self._holds) if (hold := one()) is not None]
 
-    def keep(self, hold: WatchedHold) -> None:
-        """Renew and watch a hold until it is dropped."""
+    def add(self, hold: WatchedHold) -> None:
+        """Renew and watch a hold until it is removed."""
         with self._mutex:
-            self._kept.add(weakref.ref(hold, self._kept.discard))
-            self._has_kept = True
+            self._holds.add(weakref.ref(hold, self._holds.discard))
+            self._has_added = True
             # A hold is due long after it was added, so this is rarely necessary.
             thread = self._thread.thread
             if (
@@ -128,27 +128,27 @@ class Keeper:
             ):
                 self._wake()
 
-    def await_end(self, hold: Any) -> None:
-        """Keep a hold that was left in a transaction until it is settled.
+    def add_left(self, hold: Any) -> None:
+        """Refer to a hold that was left in a transaction until it is settled.
 
-        Its caller may have forgotten it.
+        There may be no other reference.
         """
         with self._mutex:
-            # Otherwise it has just been dropped.
+            # Otherwise it has just been removed.
             if not hold.is_over:
                 self._left.add(hold)
             self._wake()
 
-    def forget_end(self, hold: Any) -> None:
-        """Stop keeping a hold whose caller has entered it again."""
+    def remove_left(self, hold: Any) -> None:
+        """Stop referring to a hold whose caller has entered it again."""
         self._left.discard(hold)
 
-    def drop(self, hold: Any) -> None:
+    def remove(self, hold: Any) -> None:
         """Stop watching a hold."""
         with self._mutex:
-            self._kept.discard(weakref.ref(hold))
+            self._holds.discard(weakref.ref(hold))
             self._left.discard(hold)
-            idle = not self._kept
+            idle = not self._holds
         # Outside of the mutex. From Python 3.12 on, an interrupt in a comprehension
         # would leave it locked.
         for worker in list(self._workers.by_server.values()) if idle else ():
@@ -395,9 +395,9 @@ class Keeper:
             ],
             default=FOREVER,
         )
-        if self._has_kept:
+        if self._has_added:
             # Short holds in succession would wake it each time.
-            self._has_kept = False
+            self._has_added = False
             due = min(due, clock.now() + READY)
         return due
 
@@ -412,8 +412,8 @@ class Keeper:
 
     def _check(self, hold: WatchedHold) -> None:
         if hold.is_over:
-            # The call that ended the hold was interrupted before it dropped it.
-            self.drop(hold)
+            # The call that ended the hold was interrupted before it removed it.
+            self.remove(hold)
             return
         hold.watch.watch_callers(hold)
         if hold.to_settle or hold.watch.is_orphaned(hold):

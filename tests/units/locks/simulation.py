@@ -302,7 +302,7 @@ class Simulation:
         if any(actor in self.busy for actor in (("keeper", number), ("room", number))):
             return
         if (hold := self.holds[number]) is not None:
-            keeper.drop(hold._parts[0])
+            keeper.remove(hold._parts[0])
         self.rooms[number]._waiters.clear()
         self.holds[number] = self.attempts[number] = None
         self.people[number].alive = False
@@ -355,5 +355,5 @@ class Simulation:
             requests._threads = threads
             for backend in self.backends:
                 backends._backends.pop(backend.alias, None)
-            keeper._kept.clear()
+            keeper._holds.clear()
             callers.reset()

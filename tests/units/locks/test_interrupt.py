@@ -24,7 +24,7 @@ pytestmark = pytest.mark.django_db(transaction=True)
 def test_an_interrupted_release_waits_for_the_commit(keys, monkeypatch):
     """The next holder sees what the transaction has written."""
     lock = db_lock(*keys, using="memory", scope="lease")
-    note_end, noted = keeper.await_end, []
+    note_end, noted = keeper.add_left, []
 
     def interrupted(hold):
         note_end(hold)
@@ -34,7 +34,7 @@ def test_an_interrupted_release_waits_for_the_commit(keys, monkeypatch):
 
     with transaction.atomic():
         with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError), lock:
-            patch.setattr(keeper, "await_end", interrupted)
+            patch.setattr(keeper, "add_left", interrupted)
         assert db_lock("stock:7", using="memory").locked()
         assert not lock.held()
     with db_lock("stock:7", using="memory", timeout=0):

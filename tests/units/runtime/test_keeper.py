@@ -107,14 +107,14 @@ def test_the_keeper_drops_a_hold_whose_release_was_interrupted(monkeypatch, unti
     caller kept a reference to it.
     """
     hold = db_lock("stock:7", using="memory", ttl=0.5).acquire()
-    drop, interrupts = keeper.drop, [KeyboardInterrupt()]
+    drop, interrupts = keeper.remove, [KeyboardInterrupt()]
 
     def interrupted(hold):
         if interrupts:
             raise interrupts.pop()
         drop(hold)
 
-    monkeypatch.setattr(keeper, "drop", interrupted)
+    monkeypatch.setattr(keeper, "remove", interrupted)
     with pytest.raises(KeyboardInterrupt):
         hold.release()
     assert not hold.held
