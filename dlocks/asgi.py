@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from dlocks.core.callers import has_uses
+from dlocks.core.callers import holds_any
 from dlocks.runtime import clock
 from dlocks.runtime.coroutines import acquiring
 from dlocks.runtime.keeper import keeper
@@ -43,7 +43,7 @@ def release_at_shutdown(application: Application) -> Application:
         await send({"type": "lifespan.startup.complete"})
         await receive()
         tasks = {
-            task for task in asyncio.all_tasks() if task in acquiring or has_uses(task)
+            task for task in asyncio.all_tasks() if task in acquiring or holds_any(task)
         }
         for task in tasks:
             task.cancel("The server is shutting down.")

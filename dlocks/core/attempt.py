@@ -113,7 +113,7 @@ class Attempt:
                 return
         self.claim = claim_for(caller, self.place, self.lock, self.backend)
         connect = self.backend.connect_first
-        if connect is not None and not callers.has_uses(caller):
+        if connect is not None and not callers.holds_any(caller):
             # Connect before waiting. Otherwise the callers behind this one may use up
             # the pool before its turn. A caller that holds a lock must not wait for the
             # pool, because waiters for that lock may have used it up.

@@ -1,4 +1,4 @@
-"""The callers of this process, which are threads or tasks, and what each of them uses.
+"""The callers of this process, which are threads or tasks, and what each of them holds.
 
 It earns promise 9 of docs/safety.md: ``lock.release()``, ``lock.held()`` and the end of
 a block mean what their own caller has entered, and never what another one has.
@@ -72,11 +72,11 @@ class Acquired(NamedTuple):
 
     @property
     def is_open(self) -> bool:
-        return any(entry.hold.uses(entry) for entry in self.entries)
+        return any(entry.hold.has_open(entry) for entry in self.entries)
 
 
-class Uses:
-    """What one caller uses."""
+class OfCaller:
+    """The entries of one caller, and what ``acquire()`` has returned to it."""
 
     __slots__ = ("acquired", "clean_at", "count", "entries")
 
@@ -90,7 +90,7 @@ class Uses:
 
 # The one mutex of this module. It is a leaf, and a signal handler may acquire a lock.
 _mutex = threading.RLock()
-_uses: dict[Any, Uses] = {}
+_by_caller: dict[Any, OfCaller] = {}
 _clean_at = CALLERS_PER_CLEANUP
 
 
@@ -99,75 +99,75 @@ def reset() -> None:
     global _mutex
     # A thread of the parent may have held it, and the mutexes of the holds.
     _mutex = threading.RLock()
-    for uses in _uses.values():
-        for entry in _entries_of(uses):
+    for own in _by_caller.values():
+        for entry in _entries_of(own):
             entry.hold.life.replace_mutex()
-    _uses.clear()
+    _by_caller.clear()
 
 
 in_child(reset)
 
 
-def _entries_of(uses: Uses) -> list[Entry]:
-    return [entry for entries in uses.entries.values() for entry in entries]
+def _entries_of(own: OfCaller) -> list[Entry]:
+    return [entry for entries in own.entries.values() for entry in entries]
 
 
 def add(entry: Entry) -> None:
     """Note the use of a hold, which stays alive meanwhile."""
     caller, place = entry.caller, entry.hold.place
     with _mutex:
-        uses = _uses.get(caller)
-        if uses is None:
-            uses = _add_caller(caller)
-        entries = uses.entries.get(place)
+        own = _by_caller.get(caller)
+        if own is None:
+            own = _add_caller(caller)
+        entries = own.entries.get(place)
         if entries is None:
-            uses.entries[place] = [entry]
+            own.entries[place] = [entry]
         else:
-            _forget_lost(uses, entries)
+            _forget_lost(own, entries)
             entries.append(entry)
-        _count(uses)
+        _count(own)
 
 
-def _count(uses: Uses) -> None:
-    uses.count += 1
-    if uses.count > uses.clean_at:
-        _clean_up(uses)
+def _count(own: OfCaller) -> None:
+    own.count += 1
+    if own.count > own.clean_at:
+        _clean_up(own)
 
 
-def _forget_lost(uses: Uses, entries: list[Entry]) -> None:
+def _forget_lost(own: OfCaller, entries: list[Entry]) -> None:
     """Forget the lost ones among the entries of one place."""
     rest = _current(entries)
-    uses.count -= len(entries) - len(rest)
+    own.count -= len(entries) - len(rest)
     entries[:] = rest
 
 
 def remove(entry: Entry) -> None:
     """Forget an entry that was left, and what ``acquire()`` has returned with it."""
     with _mutex:
-        uses = _uses.get(entry.caller)
-        if uses is None:
+        own = _by_caller.get(entry.caller)
+        if own is None:
             return
-        entries = uses.entries.get(entry.hold.place, ())
+        entries = own.entries.get(entry.hold.place, ())
         if entry in entries:
-            uses.count -= 1
+            own.count -= 1
             if len(entries) > 1:
                 entries.remove(entry)
             else:
-                del uses.entries[entry.hold.place]
-        if entry.acquired_by in uses.acquired:
-            _forget_released(uses, entry.acquired_by)
-        if not uses.entries and not uses.acquired:
-            del _uses[entry.caller]
+                del own.entries[entry.hold.place]
+        if entry.acquired_by in own.acquired:
+            _forget_released(own, entry.acquired_by)
+        if not own.entries and not own.acquired:
+            del _by_caller[entry.caller]
 
 
-def _forget_released(uses: Uses, key: str) -> None:
+def _forget_released(own: OfCaller, key: str) -> None:
     """Forget the acquired holds of locks with a key that were left since."""
-    acquired = uses.acquired[key]
+    acquired = own.acquired[key]
     rest = list(filter(_is_open, acquired))
-    uses.count -= len(acquired) - len(rest)
-    uses.acquired[key] = rest
+    own.count -= len(acquired) - len(rest)
+    own.acquired[key] = rest
     if not rest:
-        del uses.acquired[key]
+        del own.acquired[key]
 
 
 def add_acquired(caller: Caller, acquired: Acquired) -> None:
@@ -176,19 +176,19 @@ def add_acquired(caller: Caller, acquired: Acquired) -> None:
     for entry in acquired.entries:
         entry.acquired_by = key
     with _mutex:
-        uses = _uses.get(caller) or _add_caller(caller)
-        before = uses.acquired.get(key)
+        own = _by_caller.get(caller) or _add_caller(caller)
+        before = own.acquired.get(key)
         if before is None:
-            uses.acquired[key] = [acquired]
+            own.acquired[key] = [acquired]
         else:
-            _forget_lost_of(uses, acquired.place, before)
+            _forget_lost_of(own, acquired.place, before)
             before.append(acquired)
-        _count(uses)
+        _count(own)
 
 
-def _forget_lost_of(uses: Uses, place: Place, acquired: list[Acquired]) -> None:
+def _forget_lost_of(own: OfCaller, place: Place, acquired: list[Acquired]) -> None:
     rest = [one for one in acquired if one.place != place or _is_current(one)]
-    uses.count -= len(acquired) - len(rest)
+    own.count -= len(acquired) - len(rest)
     acquired[:] = rest
 
 
@@ -196,39 +196,39 @@ def _is_open(acquired: Acquired) -> bool:
     return acquired.is_open
 
 
-def _add_caller(caller: Caller) -> Uses:
+def _add_caller(caller: Caller) -> OfCaller:
     global _clean_at
-    if len(_uses) >= _clean_at:
-        for other in list(_uses):
+    if len(_by_caller) >= _clean_at:
+        for other in list(_by_caller):
             _forget_ended(other)
-        _clean_at = len(_uses) + CALLERS_PER_CLEANUP
-    uses = _uses[caller] = Uses()
-    return uses
+        _clean_at = len(_by_caller) + CALLERS_PER_CLEANUP
+    own = _by_caller[caller] = OfCaller()
+    return own
 
 
 def _forget_ended(caller: Any) -> None:
     """Forget the entries of ended holds, if their caller does nothing any more."""
     if is_over(caller) or has_ended(caller):
-        _clean_up(_uses[caller])
-        if not (_uses[caller].entries or _uses[caller].acquired):
-            del _uses[caller]
+        _clean_up(_by_caller[caller])
+        if not (_by_caller[caller].entries or _by_caller[caller].acquired):
+            del _by_caller[caller]
 
 
-def _clean_up(uses: Uses) -> None:
+def _clean_up(own: OfCaller) -> None:
     """Forget the entries of a caller whose holds have ended.
 
     Their number then doubles before the next search, so this costs little.
     """
-    for place, entries in list(uses.entries.items()):
-        uses.entries[place] = _current(entries)
-        if not uses.entries[place]:
-            del uses.entries[place]
-    for key, acquired in list(uses.acquired.items()):
-        uses.acquired[key] = list(filter(_is_current, acquired))
-        if not uses.acquired[key]:
-            del uses.acquired[key]
-    uses.count = len(_entries_of(uses)) + sum(map(len, uses.acquired.values()))
-    uses.clean_at = max(FEW, 2 * uses.count)
+    for place, entries in list(own.entries.items()):
+        own.entries[place] = _current(entries)
+        if not own.entries[place]:
+            del own.entries[place]
+    for key, acquired in list(own.acquired.items()):
+        own.acquired[key] = list(filter(_is_current, acquired))
+        if not own.acquired[key]:
+            del own.acquired[key]
+    own.count = len(_entries_of(own)) + sum(map(len, own.acquired.values()))
+    own.clean_at = max(FEW, 2 * own.count)
 
 
 def _current(entries: Iterable[Entry]) -> list[Entry]:
@@ -241,31 +241,31 @@ def _is_current(acquired: Acquired) -> bool:
 
 def places_of(caller: Any) -> dict[Place, list[Entry]]:
     """Return the entries of a caller by place. They change as they are left."""
-    uses = _uses.get(caller)
-    return {} if uses is None else uses.entries
+    own = _by_caller.get(caller)
+    return {} if own is None else own.entries
 
 
 def entries_at(caller: Any, place: Place) -> tuple[Entry, ...]:
     """Return the entries of a caller at a place, newest last."""
     with _mutex:
-        uses = _uses.get(caller)
+        own = _by_caller.get(caller)
         # Outside of the return, where an interrupt of a call would keep the mutex.
-        entries = () if uses is None else tuple(uses.entries.get(place, ()))
+        entries = () if own is None else tuple(own.entries.get(place, ()))
     return entries  # noqa: RET504
 
 
-def has_uses(caller: Any) -> bool:
+def holds_any(caller: Any) -> bool:
     """Return whether a caller holds any lock."""
     with _mutex:
-        uses = _uses.get(caller)
-        rest = [] if uses is None else _current(_entries_of(uses))
+        own = _by_caller.get(caller)
+        rest = [] if own is None else _current(_entries_of(own))
     return bool(rest)
 
 
 def holds() -> list[Any]:
-    """Return the holds that any caller uses."""
+    """Return the holds that any caller has entered."""
     with _mutex:
-        entries = list(map(_entries_of, _uses.values()))
+        entries = list(map(_entries_of, _by_caller.values()))
     return [entry.hold for of_caller in entries for entry in of_caller]
 
 
@@ -284,7 +284,7 @@ def last_acquired(lock: Any, caller: Any) -> Acquired | None:
 
 
 def _newest_of_done_tasks(lock: Any, key: str | None, loop: Any) -> Acquired | None:
-    for caller in reversed(_uses):
+    for caller in reversed(_by_caller):
         if hasattr(caller, "get_loop") and caller.get_loop() is loop and caller.done():
             found = _newest(lock, key, caller)
             if found is not None:
@@ -293,8 +293,8 @@ def _newest_of_done_tasks(lock: Any, key: str | None, loop: Any) -> Acquired | N
 
 
 def _newest(lock: Any, key: str | None, caller: Any) -> Acquired | None:
-    uses = _uses.get(caller)
-    for one in reversed(() if uses is None else uses.acquired.get(lock.key, ())):
+    own = _by_caller.get(caller)
+    for one in reversed(() if own is None else own.acquired.get(lock.key, ())):
         if (
             one.lock == lock
             and key in {None, one.entries[0].hold.claim.key}

@@ -124,7 +124,7 @@ def _transfer(hold: Holding, ttl: float) -> tuple[float, float]:
         if has_offered and _may_be_passed_on(hold):
             # Interrupted, perhaps by a RuntimeError of a signal handler, so no process
             # will ever receive the text.
-            hold.life.taken()
+            hold.life.detach()
             hold.forget()
             hold.release_again()
         raise
@@ -169,7 +169,7 @@ def _pass_on(hold: Holding, claim: Claim) -> None:
         # The backend may have changed the lease all the same.
         hold.lease.deadline = min(hold.lease.deadline, sent + claim.ttl)
         hold.lease.renew_at = sent
-        hold.perform_quietly(hold.life.failed())
+        hold.perform_quietly(hold.life.withdraw())
         if not hold.is_over:
             keeper.add(hold)
         raise
@@ -177,7 +177,7 @@ def _pass_on(hold: Holding, claim: Claim) -> None:
         raise hold.lost(hold.why_gone())
     hold.forget()
     hold.forget_entries()
-    if not hold.life.taken():
+    if not hold.life.detach():
         raise lost_error(hold)
     hold.send_ended("detached")
 

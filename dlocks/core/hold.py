@@ -282,7 +282,7 @@ class Hold:
     _entries: tuple[Entry, ...] = ()
 
     def _release(self, caller: Caller, *, failed: bool = False) -> None:
-        self._parts[0].release(caller, failed=failed)
+        self._parts[0].leave_one(caller, failed=failed)
 
     def _begin_block(self, frame: FrameType | None) -> None:
         caller = current_caller()
@@ -298,7 +298,7 @@ class Hold:
                 new_entry = Entry(caller, own.lock if own else self.lock, part)
                 chosen: list[Entry | None] = []
                 used.append((new_entry, chosen))
-                entry = part.use(new_entry, own, chosen)
+                entry = part.begin_block(new_entry, own, chosen)
                 if entry is None:
                     raise refused_block(part)
                 entries.append(entry)
@@ -308,7 +308,7 @@ class Hold:
             if block is not None:
                 self._blocks.remove(block)
             for new_entry, chosen in used:
-                new_entry.hold.stop_using(new_entry, chosen)
+                new_entry.hold.undo_block(new_entry, chosen)
             raise
 
     async def _there(self, function: Callable[[], R]) -> R:
@@ -436,7 +436,7 @@ class MultiHold(Hold):
     @property
     def _is_open(self) -> bool:
         return any(
-            entry.hold.uses(entry)
+            entry.hold.has_open(entry)
             for entries in (self._entries, *self._blocks.entries)
             for entry in entries
         )

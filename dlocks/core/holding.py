@@ -195,7 +195,7 @@ class Holding:
             if entry is not None and not isinstance(entry.caller, callers.LateCaller)
         ]
 
-    def uses(self, entry: Entry) -> bool:
+    def has_open(self, entry: Entry) -> bool:
         """Return whether an entry is open, and its hold was not passed on."""
         state = self.life.state
         return entry in state.entries and state.reason is not Reason.DETACHED
@@ -270,7 +270,7 @@ class Holding:
         if self.life.enter(entry, block=True):
             callers.add(entry)
 
-    def use(
+    def begin_block(
         self,
         new_entry: Entry,
         preferred: Entry | None,
@@ -278,14 +278,14 @@ class Holding:
     ) -> Entry | None:
         """Return the entry that a ``with hold`` block of a caller uses, or None.
 
-        See ``Life.use()``.
+        See ``Life.begin_block()``.
         """
         before = self.life.state.entries
         others = [one.caller for one in before]
         ended = [
             one for one in others if callers.is_over(one) or callers.has_ended(one)
         ]
-        entry = self.life.use(new_entry, ended, preferred, chosen)
+        entry = self.life.begin_block(new_entry, ended, preferred, chosen)
         if entry is new_entry:
             callers.add(entry)
             for one in before:
@@ -294,14 +294,14 @@ class Holding:
         self.watch.orphaned_since = None
         return entry
 
-    def stop_using(self, new_entry: Entry, chosen: list[Entry | None]) -> None:
-        """Undo ``use()`` for a block that did not begin."""
-        if self.uses(new_entry):
+    def undo_block(self, new_entry: Entry, chosen: list[Entry | None]) -> None:
+        """Undo ``begin_block()`` for a block that did not begin."""
+        if self.has_open(new_entry):
             self.give_up(new_entry)
             return
         for entry in chosen:
             if entry is not None:
-                self.life.stop_using(entry)
+                self.life.undo_block(entry)
 
     def leave(
         self,
@@ -319,11 +319,11 @@ class Holding:
             event = partial(self.life.leave, entry, by=by)
             self._leave(event, entry, failed=failed, at_block_end=at_block_end)
 
-    def release(self, caller: Caller, *, failed: bool = False) -> None:
+    def leave_one(self, caller: Caller, *, failed: bool = False) -> None:
         """Leave the newest entry of a caller, or another one without a block."""
         if not self.life.state.entries:
             return
-        event, before = partial(self.life.release, caller), self.life.state.entries
+        event, before = partial(self.life.leave_one, caller), self.life.state.entries
         try:
             self._leave(event, None, failed=failed, at_block_end=False)
         finally:

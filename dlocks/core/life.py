@@ -165,7 +165,7 @@ class Life:
 
         self._apply(rule)
 
-    def use(
+    def begin_block(
         self,
         new_entry: Entry,
         ended: Collection[object] = (),
@@ -208,8 +208,8 @@ class Life:
         self._apply(rule)
         return chosen[0]
 
-    def stop_using(self, entry: Entry) -> None:
-        """Undo ``use()`` for a block that did not begin. The entry stays open."""
+    def undo_block(self, entry: Entry) -> None:
+        """Undo ``begin_block()`` if the block did not begin. The entry stays open."""
 
         def rule(old: State) -> tuple[State, Effect]:
             return old._replace(blocks=_without(old.blocks, [entry])), Effect.NOTHING
@@ -244,7 +244,7 @@ class Life:
 
         return self._apply(rule)
 
-    def release(
+    def leave_one(
         self,
         caller: object,
         transactions: Iterable[Transaction] = (),
@@ -397,7 +397,7 @@ class Life:
 
         return not self._apply(rule)
 
-    def taken(self) -> bool:
+    def detach(self) -> bool:
         """End the hold, because its lease now waits for the other process.
 
         Return False if it has ended meanwhile, so that the text is worth nothing.
@@ -410,7 +410,7 @@ class Life:
 
         return not self._apply(rule)
 
-    def failed(self) -> Effect:
+    def withdraw(self) -> Effect:
         """Continue after a request that could not pass the hold on.
 
         If its entry was left meanwhile, this is its last leave.
@@ -477,7 +477,7 @@ def _leave(
     if (is_kept or not is_last) and not (verified or phase is Phase.DETACHING):
         return old, Effect.VERIFY
     reason, effect = old.reason, Effect.NOTHING
-    # The last entry decides, or else taken() and failed().
+    # The last entry decides, or else detach() and withdraw().
     if is_last and phase is not Phase.DETACHING:
         phase = Phase.LEFT
         if not is_kept:

@@ -233,7 +233,7 @@ def releaser(name: str = "R") -> Caller:
     """Release the hold in a thread that has not entered it."""
 
     def steps(w: World) -> Steps:
-        yield from ended(w, name, partial(w.life.release, name))
+        yield from ended(w, name, partial(w.life.leave_one, name))
 
     return steps
 
@@ -242,7 +242,7 @@ def user(name: str = "U", ended: Sequence[str] = ()) -> Caller:
     """Use the hold of another thread in a ``with hold`` block."""
 
     def steps(w: World) -> Steps:
-        entry = w.saw(name, w.life.use(Entry(name), ended))
+        entry = w.saw(name, w.life.begin_block(Entry(name), ended))
         if entry is not None:
             w.inside[name] = w.owner == "hold"
             yield
@@ -287,8 +287,8 @@ def detacher(name: str = "A", *, fails: bool = False) -> Caller:
             return
         yield
         if fails:
-            yield from perform(w, f"{name}'", w.life.failed())
-        elif w.saw(name, w.life.taken()):
+            yield from perform(w, f"{name}'", w.life.withdraw())
+        elif w.saw(name, w.life.detach()):
             w.detached = True
             if w.reports:
                 w.problems.append("a lost hold is passed on")

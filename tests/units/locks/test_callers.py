@@ -39,4 +39,4 @@ def test_callers_that_ended_are_not_remembered(monkeypatch):
         await sync_to_async(connections.close_all)()
 
     asyncio.run(acquire_in_task())
-    assert len(callers._uses) <= 10
+    assert len(callers._by_caller) <= 10
