@@ -308,7 +308,7 @@ class Attempt:
             self.waiter.deadlock = ()
             delay, self.asks_again = (FIRST_DELAY if self.asks_again else 0.0), True
             return delay
-        raise explain.refusal(self)
+        raise explain.timeout_error(self)
 
     def _should_queue(self, claim: Claim) -> bool:
         """Return whether to join the queue before the first request.
@@ -390,7 +390,7 @@ class Attempt:
     def cancel(self) -> None:
         """Leave the entry, cancel the claim, and leave nothing acquired or queued."""
         if self.entry.hold is not None:
-            self.entry.hold.give_up(self.entry)
+            self.entry.hold.cancel_entry(self.entry)
             self.is_granted = False
             if self.entry.hold.claim is self.claim:
                 # The last one to leave the hold has released it.

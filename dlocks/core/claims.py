@@ -36,11 +36,11 @@ def own_hold(caller: Caller, place: Place, lock: LockPolicy) -> Holding | None:
     """
     hold = hold_at(caller, place)
     if hold is None:
-        _report_lost(caller, place, lock)
+        _refuse_lost(caller, place, lock)
         return None
     reentrant = lock.reentrant and hold.lock.reentrant
     if hold.count and not reentrant:
-        if lock.shared or _is_lost(hold):
+        if lock.shared or _lose_if_expired(hold):
             return None
         raise RuntimeError(
             f"{lock.key!r} is already held by this {_kind(caller)}, which cannot"
@@ -61,7 +61,7 @@ def own_hold(caller: Caller, place: Place, lock: LockPolicy) -> Holding | None:
     return hold
 
 
-def _report_lost(caller: Caller, place: Place, lock: LockPolicy) -> None:
+def _refuse_lost(caller: Caller, place: Place, lock: LockPolicy) -> None:
     """Raise LockLost if the caller would enter a hold that is lost.
 
     A block inside of the block of that hold must not begin. The hold is forgotten, so
@@ -150,13 +150,15 @@ def _other_hold(caller: Caller, place: Place) -> Holding | None:
     """Return the caller's hold of the other kind, shared or exclusive."""
     for entry in callers.entries_at(caller, place):
         hold: Holding = entry.hold
-        if hold.is_left or (hold.is_enterable and hold.count and not _is_lost(hold)):
+        if hold.is_left or (
+            hold.is_enterable and hold.count and not _lose_if_expired(hold)
+        ):
             return hold
     return None
 
 
-def _is_lost(hold: Holding) -> bool:
-    """Return whether a hold is lost, although its caller has not left it."""
+def _lose_if_expired(hold: Holding) -> bool:
+    """End a hold whose lease has run out, and return whether it is lost."""
     if hold.may_be_held:
         return False
     hold.expire()

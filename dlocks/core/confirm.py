@@ -11,9 +11,9 @@ from dlocks.runtime import clock
 def check(hold: Any) -> None:
     """Check with the backend that the key is held, or raise LockLost."""
     if not hold.may_be_held:
-        raise hold.expired()
+        raise hold.end_as_expired()
     if not hold.is_confirmed(hold.count):
-        raise hold.lost(hold.why_gone())
+        raise hold.end_as_lost(hold.why_gone())
     refuse_ended(hold)
 
 
@@ -23,20 +23,20 @@ def renew(hold: Any) -> None:
         check(hold)
         return
     if not hold.may_be_held:
-        raise hold.expired()
+        raise hold.end_as_expired()
     sent, lease = clock.now(), hold.lease
     if lease.renewed_until:
         lease.renewed_until = max(lease.renewed_until, sent + hold.claim.ttl)
-    note_renewal(hold, sent, hold.ask(hold.backend.renew, [hold.next_claim()]))
+    record_renewal(hold, sent, hold.ask(hold.backend.renew, [hold.next_claim()]))
 
 
-def note_renewal(hold: Any, sent: float, left: Mapping[str, float]) -> None:
+def record_renewal(hold: Any, sent: float, left: Mapping[str, float]) -> None:
     """Record the reply to the caller's renewal: the seconds left, by owner."""
     if hold.claim.owner not in left:
-        raise hold.lost(hold.why_gone())
+        raise hold.end_as_lost(hold.why_gone())
     if hold.backend.refusal(hold.claim) is None:
         # Otherwise the caller's transaction wrote it, and may roll it back.
-        hold.lease.note_answer(sent, left[hold.claim.owner])
+        hold.lease.record_answer(sent, left[hold.claim.owner])
     refuse_ended(hold)
 
 

@@ -114,7 +114,7 @@ def _transfer(hold: Holding, ttl: float) -> tuple[float, float]:
     has_offered = False
     try:
         if not hold.held:
-            raise hold.expired()
+            raise hold.end_as_expired()
         has_offered = hold.life.offer(mine)
         if not has_offered:
             raise _why_not_offered(hold)
@@ -125,7 +125,7 @@ def _transfer(hold: Holding, ttl: float) -> tuple[float, float]:
             # Interrupted, perhaps by a RuntimeError of a signal handler, so no process
             # will ever receive the text.
             hold.life.detach()
-            hold.forget()
+            hold.unwatch()
             hold.release_again()
         raise
     return left
@@ -164,7 +164,7 @@ def _pass_on(hold: Holding, claim: Claim) -> None:
     sent = clock.now()
     try:
         # By the keeper, so that no pending renewal comes after it.
-        stands = keeper.run(partial(_leave_lease, hold, claim), hold.backend)
+        stands = keeper.run(partial(_extend_lease, hold, claim), hold.backend)
     except LockBackendError:
         # The backend may have changed the lease all the same.
         hold.lease.deadline = min(hold.lease.deadline, sent + claim.ttl)
@@ -174,15 +174,15 @@ def _pass_on(hold: Holding, claim: Claim) -> None:
             keeper.add(hold)
         raise
     if not stands:
-        raise hold.lost(hold.why_gone())
-    hold.forget()
+        raise hold.end_as_lost(hold.why_gone())
+    hold.unwatch()
     hold.forget_entries()
     if not hold.life.detach():
         raise lost_error(hold)
     hold.send_ended("detached")
 
 
-def _leave_lease(hold: Holding, claim: Claim) -> bool:
+def _extend_lease(hold: Holding, claim: Claim) -> bool:
     for number in range(10):
         left = request(hold.backend.renew, [claim])
         if claim.owner not in left:

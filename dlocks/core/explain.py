@@ -32,7 +32,7 @@ EXITED = "its process released all of its locks because it was about to end"
 # A key that could not be acquired.
 
 
-def refusal(attempt: Any) -> LockTimeout:
+def timeout_error(attempt: Any) -> LockTimeout:
     """Return the error of an attempt that took too long, with what keeps the key."""
     lock, timeout, holder, who = attempt.lock, attempt.timeout, None, ""
     with suppress(LockBackendError):
@@ -148,7 +148,7 @@ def lost_error(hold: Any, why: str | None = None) -> LockLost:
     )
 
 
-def refused_block(hold: Any) -> Exception:
+def block_error(hold: Any) -> Exception:
     """Return the error for a ``with hold`` block that cannot begin."""
     if hold.is_lost:
         return lost_error(hold)
@@ -162,7 +162,7 @@ class RefusedReleaseError(RuntimeError):
     """A release that would end the block of another caller changed nothing."""
 
 
-def refused_release(hold: Any) -> RefusedReleaseError:
+def release_error(hold: Any) -> RefusedReleaseError:
     """Return the error for a release that would end the block of another caller."""
     return RefusedReleaseError(
         f"{hold.lock.key!r} is not released, because another thread or task is in a"

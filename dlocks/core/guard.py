@@ -156,7 +156,7 @@ def _pin(hold: Holding, database: str, *, late: bool) -> float:
         connection_of(database).needs_rollback = True
         raise
     if not stands:
-        raise hold.lost(hold.why_gone())
+        raise hold.end_as_lost(hold.why_gone())
     return sent
 
 
@@ -166,7 +166,7 @@ def _committed(hold: Holding, sent: float) -> None:
     The lease counts from its last statement.
     """
     if not hold.is_over:
-        hold.lease.note_answer(sent, hold.claim.ttl)
+        hold.lease.record_answer(sent, hold.claim.ttl)
     hold.life.unpin()
     keeper.check_soon()
 

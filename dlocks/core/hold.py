@@ -15,7 +15,7 @@ from dlocks.backends.base import Backend
 from dlocks.core import callers, confirm
 from dlocks.core.callers import Block, Blocks, Caller, current_caller, place_of
 from dlocks.core.detach import detach, release_detached
-from dlocks.core.explain import refused_block
+from dlocks.core.explain import block_error
 from dlocks.core.guard import guarded
 from dlocks.core.holding import Holding
 from dlocks.core.life import Entry
@@ -300,7 +300,7 @@ class Hold:
                 used.append((new_entry, chosen))
                 entry = part.begin_block(new_entry, own, chosen)
                 if entry is None:
-                    raise refused_block(part)
+                    raise block_error(part)
                 entries.append(entry)
             block = Block(caller, place_of(frame), self, tuple(entries))
             self._blocks.open.append(block)
@@ -409,7 +409,7 @@ class MultiHold(Hold):
             claims = [part.next_claim() for part in self._parts]
             left = self._parts[0].ask(self.backend.renew, claims)
             for part in self._parts:
-                confirm.note_renewal(part, sent, left)
+                confirm.record_renewal(part, sent, left)
         else:
             for part in self._parts:
                 confirm.renew(part)

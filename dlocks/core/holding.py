@@ -249,7 +249,7 @@ class Holding:
         claim, sent = self.next_claim() if self.may_be_late else self.claim, clock.now()
         confirmed = bool(self.ask(self.backend.verify, [claim], count))
         if confirmed and claim.late and self.backend.refusal(self.claim) is None:
-            self.lease.note_answer(sent, claim.ttl)
+            self.lease.record_answer(sent, claim.ttl)
         return confirmed
 
     def why_gone(self) -> str:
@@ -297,7 +297,7 @@ class Holding:
     def undo_block(self, new_entry: Entry, chosen: list[Entry | None]) -> None:
         """Undo ``begin_block()`` for a block that did not begin."""
         if self.has_open(new_entry):
-            self.give_up(new_entry)
+            self.cancel_entry(new_entry)
             return
         for entry in chosen:
             if entry is not None:
@@ -341,10 +341,10 @@ class Holding:
                 self._end_with_transaction(event)
                 return
             if not self.may_be_held:
-                self._expired_at_leave()
+                self._expire_at_leave()
             within = transactions_of(self)
             if self.has_min_hold:
-                self._note_min_hold()
+                self._record_min_hold()
             effect = event(within, failed=failed)
             if effect is Effect.VERIFY:
                 self._verify(partial(event, within, verified=True))
@@ -354,26 +354,26 @@ class Holding:
             raise
         except BaseException:
             # An interrupted release must not leave the key acquired.
-            self.resume_leave(entry, transactions_of(self))
+            self.complete_leave(entry, transactions_of(self))
             raise
         finally:
             if entry is not None:
                 self.forget_entry(entry)
 
-    def _note_min_hold(self) -> None:
+    def _record_min_hold(self) -> None:
         for entry in self.life.state.entries:
             self._min_hold_until = max(self._min_hold_until, entry.min_hold_until)
 
-    def _expired_at_leave(self) -> None:
+    def _expire_at_leave(self) -> None:
         if self.is_forked:
             raise self.lost_error()
-        self.expired()
+        self.end_as_expired()
 
     def _verify(self, leave: Leave) -> None:
         """Find a loss before an entry is left, after which the key stays taken."""
         try:
             if not (is_undone(self) or self.is_confirmed(max(1, self.count - 1))):
-                self.lost(self.why_gone())
+                self.end_as_lost(self.why_gone())
         except BaseException:
             self.perform_quietly(leave(failed=True))
             raise
@@ -383,7 +383,7 @@ class Holding:
         if leave(verified=True) & Effect.RELEASE:
             self.is_released = True
             self.face = None
-            self.forget()
+            self.unwatch()
 
     def perform(self, effect: Effect) -> None:
         """Do what an event asks for, after a caller has left."""
@@ -391,20 +391,20 @@ class Holding:
             self._await_transactions()
             return
         if effect is Effect.RELEASE:
-            self.forget()
+            self.unwatch()
             self.send_release()
             return
         if effect & Effect.RELEASE:
             # It is lost. If no caller has acquired the key yet, the next one need not
             # wait for the grace.
-            self.forget()
+            self.unwatch()
             self.release_again()
         if effect & Effect.REPORT:
             self.report_loss()
         if effect & Effect.LOST:
             raise self.lost_error()
         if effect & Effect.REFUSED:
-            raise explain.refused_release(self)
+            raise explain.release_error(self)
 
     def perform_quietly(self, effect: Effect) -> None:
         """Do what an event asks for. An error is only logged."""
@@ -415,29 +415,29 @@ class Holding:
         except LockError as trouble:
             logger.warning("%s", trouble)
 
-    def give_up(self, entry: Entry) -> None:
+    def cancel_entry(self, entry: Entry) -> None:
         """Leave an entry that its caller never received. Only log an error."""
         try:
             self.perform_quietly(self.life.leave(entry, failed=True, verified=True))
         except BaseException:
-            self.resume_leave(entry)
+            self.complete_leave(entry)
             raise
         finally:
             self.forget_entry(entry)
 
-    def resume_leave(
+    def complete_leave(
         self, entry: Entry | None, within: Sequence[TransactionMarker] = ()
     ) -> None:
         """Leave an entry after an interrupt, and send a release that was due.
 
         ``within`` are the transactions that keep the key, since they may still commit.
         """
-        self._note_min_hold()
+        self._record_min_hold()
         if entry is not None:
             self.life.leave(entry, within, failed=True, verified=True)
         state = self.life.state
         if state.phase is Phase.ENDED and not (state.entries or self.is_released):
-            self.forget()
+            self.unwatch()
             if state.reason is not Reason.DETACHED:
                 self.release_again()
         self._await_transactions()
@@ -505,7 +505,7 @@ class Holding:
                 logger.warning("%s", trouble)
         self.is_released = True
 
-    def forget(self) -> None:
+    def unwatch(self) -> None:
         """Stop watching a hold that has ended."""
         keeper.remove(self)
         settlement, self._settlement = self._settlement, None
@@ -516,7 +516,7 @@ class Holding:
         """End a hold of a test, whose backend is gone. Nothing is sent or reported."""
         self.life.exit()
         self.is_released, self.face = True, None
-        self.forget()
+        self.unwatch()
         self.forget_entries()
 
     def forget_entry(self, entry: Entry) -> None:
@@ -556,21 +556,21 @@ class Holding:
 
     def lose(self, why: str) -> None:
         """End a hold because the backend has replied that the key is not held."""
-        self._performed_loss(self.life.lose(why))
+        self._perform_loss(self.life.lose(why))
 
     def expire(self) -> None:
         """End a hold whose lease has run out, unless a transaction keeps the key."""
         if not self.is_over:
-            self._performed_loss(self.life.expire(self.lease.why_not()))
+            self._perform_loss(self.life.expire(self.lease.why_not()))
 
-    def _performed_loss(self, effect: Effect) -> None:
+    def _perform_loss(self, effect: Effect) -> None:
         if effect & Effect.RELEASE:
             # It was left in a transaction.
             self.release_again()
         if effect & Effect.REPORT:
             self.report_loss()
 
-    def lost(self, why: str) -> LockLost:
+    def end_as_lost(self, why: str) -> LockLost:
         """End the hold as lost, and return the error for its caller.
 
         The caller's next acquisition makes a new hold, even one by ``on_lost``.
@@ -579,7 +579,7 @@ class Holding:
         self.lose(why)
         return self.lost_error()
 
-    def expired(self) -> LockLost:
+    def end_as_expired(self) -> LockLost:
         """End a hold that cannot be held any more, and return its caller's error."""
         self.forget_entries()
         self.expire()
@@ -594,6 +594,6 @@ class Holding:
 
     def report_loss(self) -> None:
         """Log the loss, call ``on_lost``, and send ``lock_lost``."""
-        self.forget()
+        self.unwatch()
         face, self.face = self.face, None
         losses.report(face, self.life, self.lost_error())

@@ -93,7 +93,7 @@ class Lease:
             return self.claim
         return dataclasses.replace(self.claim, ttl=max(ttl, 0.0), late=late)
 
-    def note_answer(self, sent: float, seconds: float) -> None:
+    def record_answer(self, sent: float, seconds: float) -> None:
         """Record a renewal that lasts for ``seconds`` from ``sent``."""
         self.answered_at = clock.now()
         self.deadline = max(self.deadline, min(sent + seconds, self.last_at))

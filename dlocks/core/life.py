@@ -370,8 +370,8 @@ class Life:
                 return _settled(old)
             if _kept(old):
                 return old, Effect.NOTHING
-            told = Effect.REPORT if old.blocks else Effect.NOTHING
-            return _end(old, Reason.EXIT, why), Effect.RELEASE | told
+            report = Effect.REPORT if old.blocks else Effect.NOTHING
+            return _end(old, Reason.EXIT, why), Effect.RELEASE | report
 
         return self._apply(rule)
 

@@ -52,12 +52,12 @@ def report(face: Any, life: Life, error: LockLost) -> None:
     if face is None:
         return
     if not keeper.is_current:
-        _tell(face, life)
+        _send(face, life)
         return
     # User code must not keep the keeper from the other holds.
     try:
         threading.Thread(
-            target=_tell_and_disconnect,
+            target=_send_and_disconnect,
             args=(face, life),
             name="dlocks-lost",
             daemon=True,
@@ -67,10 +67,10 @@ def report(face: Any, life: Life, error: LockLost) -> None:
         logger.exception(
             "No thread could be started, so the keeper signals the loss of %r", face.key
         )
-        _tell_and_disconnect(face, life)
+        _send_and_disconnect(face, life)
 
 
-def _tell(face: Any, life: Life) -> None:
+def _send(face: Any, life: Life) -> None:
     send_ended(face, "lost")
     for on_lost, hold in _callbacks(face, life):
         try:
@@ -97,8 +97,8 @@ def _callbacks(face: Any, life: Life) -> list[tuple[OnLost, Any]]:
     return found
 
 
-def _tell_and_disconnect(face: Any, life: Life) -> None:
+def _send_and_disconnect(face: Any, life: Life) -> None:
     try:
-        _tell(face, life)
+        _send(face, life)
     finally:
         connections.close_all()

@@ -92,7 +92,7 @@ class Settlement:
                 self._sent.wait(timeout)
         except BaseException:
             # Perhaps the release was not sent yet, and nothing else would send it.
-            hold.resume_leave(None)
+            hold.complete_leave(None)
             raise
         finally:
             if hold.is_released:

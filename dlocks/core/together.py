@@ -27,7 +27,7 @@ def leave_together(
     for entry in entries:
         entry.hold.outlives_transaction()
         if by not in (None, entry.caller) and entry in entry.hold.life.state.blocks:
-            raise explain.refused_release(entry.hold)
+            raise explain.release_error(entry.hold)
     leave = partial(_leave_alone, failed=failed, at_block_end=at_block_end, by=by)
     trouble: Exception | None = None
     try:
@@ -46,7 +46,7 @@ def leave_together(
         # An interrupted release must leave no key acquired.
         for entry in entries:
             with suppress(LockError):
-                entry.hold.resume_leave(entry, transactions_of(entry.hold))
+                entry.hold.complete_leave(entry, transactions_of(entry.hold))
         raise
     finally:
         for entry in entries:
@@ -98,7 +98,7 @@ def _release_together(
 ) -> tuple[bool, Exception | None]:
     """Release keys in one request. Return whether all were held, and the error."""
     for entry in entries:
-        entry.hold.forget()
+        entry.hold.unwatch()
     if len(entries) > 1:
         first: Holding = entries[0].hold
         claims = [entry.hold.claim for entry in entries]

@@ -219,7 +219,7 @@ class Workers:
         lost = []
         for owner, hold in by_owner.items():
             if owner in seconds_left:
-                hold.lease.note_answer(sent, seconds_left[owner])
+                hold.lease.record_answer(sent, seconds_left[owner])
             else:
                 lost.append(hold)
         for number, hold in enumerate(lost):
