@@ -54,7 +54,7 @@ def hold_until_produced(hold: Hold, result: Any) -> None:
         is_template or isinstance(result, StreamingHttpResponse)
     ):
         return
-    entry = hold.late_entry()
+    entry = hold.response_entry()
     # Middleware may return another response instead of this one. Then this one is
     # neither rendered nor closed.
     forgotten = weakref.finalize(result, _leave_later, entry)
@@ -65,7 +65,7 @@ def hold_until_produced(hold: Hold, result: Any) -> None:
     if is_template:
         result.render = partial(_render, result, close, entry, forgotten)
     # Last, so that an interrupt adds no entry without a response that leaves it.
-    entry.hold.enter_late(entry)
+    entry.hold.enter_for_response(entry)
 
 
 def _render(response: Any, close: Any, entry: Entry, forgotten: Any) -> Any:

@@ -93,17 +93,17 @@ class TransactionMarker:
         if why_end_is_unknown(connection) is not None or in_testcase(connection):
             return None
         savepoints = _savepoints_of(connection)
-        for found, mark, *_ in connection.run_on_commit[:1]:
-            if isinstance(mark, cls) and mark._first and found == savepoints:
-                return mark
+        for found, marker, *_ in connection.run_on_commit[:1]:
+            if isinstance(marker, cls) and marker._first and found == savepoints:
+                return marker
         return cls(connection, savepoints, first=True)
 
     @classmethod
     def of_write(cls, connection: BaseDatabaseWrapper, model: Any) -> Self | None:
         """Return the marker of the last write to a model that may be rolled back."""
-        for _savepoints, mark, *_ in connection.run_on_commit:
-            if isinstance(mark, cls) and model in mark.models:
-                return mark
+        for _savepoints, marker, *_ in connection.run_on_commit:
+            if isinstance(marker, cls) and model in marker.models:
+                return marker
         return None
 
     @staticmethod
@@ -119,14 +119,14 @@ class TransactionMarker:
         cls, connection: BaseDatabaseWrapper, savepoints: set[str], block: Any
     ) -> Self:
         """Return the marker that is there already, or a new one."""
-        for found, mark, *_ in reversed(connection.run_on_commit):
+        for found, marker, *_ in reversed(connection.run_on_commit):
             if (
-                isinstance(mark, cls)
-                and not mark._first
+                isinstance(marker, cls)
+                and not marker._first
                 and found == savepoints
-                and mark._block is block
+                and marker._block is block
             ):
-                return mark
+                return marker
         return cls(connection, savepoints, block)
 
     @property
@@ -180,9 +180,9 @@ class TransactionMarker:
         """Return the keys that are locked in the transaction, maybe by ended holds."""
         return [
             key
-            for _, mark, *_ in connection.run_on_commit
-            if isinstance(mark, cls)
-            for key in mark.keys
+            for _, marker, *_ in connection.run_on_commit
+            if isinstance(marker, cls)
+            for key in marker.keys
         ]
 
     @property
@@ -207,7 +207,7 @@ def standing(*marks: Sequence[TransactionMarker]) -> list[TransactionMarker]:
         # Usually there are none, and this is the only cost.
         return []
     every = dict.fromkeys(itertools.chain.from_iterable(map(tuple, marks)))
-    return [mark for mark in every if mark.stands]
+    return [marker for marker in every if marker.stands]
 
 
 def _savepoints_of(connection: BaseDatabaseWrapper) -> set[str]:

@@ -18,7 +18,7 @@ from typing import Any
 from dlocks.conf import backends
 from dlocks.core import callers
 from dlocks.core.attempt import DONE, Attempt, Wakeup, ask_for
-from dlocks.core.callers import Acquired, Block, Caller, FramePlace
+from dlocks.core.callers import Acquired, Block, Caller, FrameId
 from dlocks.core.hold import Hold, MultiHold
 from dlocks.core.holding import Holding
 from dlocks.core.losses import LossOfMember
@@ -34,7 +34,7 @@ class Acquisition:
     """The acquisition of a lock by one caller: of its key, or of all its keys.
 
     ``wakeup.wake()`` is called, in any thread, when a request before the end of a pause
-    is worthwhile. ``place`` is that of the block that begins, if one does. ``key`` is
+    is worthwhile. ``frame_id`` is that of the frame whose block begins. ``key`` is
     the full key, if it is known. The result is None if ``is_stopped()`` becomes true
     first.
     """
@@ -47,7 +47,7 @@ class Acquisition:
         *,
         wait: bool = True,
         releasable: bool = False,
-        place: FramePlace | None = None,
+        frame_id: FrameId | None = None,
         key: str | None = None,
         is_stopped: Callable[[], bool] | None = None,
     ) -> None:
@@ -56,7 +56,7 @@ class Acquisition:
         self.wakeup = wakeup
         # Whether ``lock.release()`` may leave it.
         self.releasable = releasable
-        self.place = place
+        self.frame_id = frame_id
         self.is_stopped = is_stopped
         self.backend = backends[lock.using]
         timeout = (
@@ -81,7 +81,7 @@ class Acquisition:
             wakeup=wakeup,
             timeout=self.timeout,
             began=self.began,
-            block=place is not None,
+            block=frame_id is not None,
         )
         self.attempts = [self._attempt(*self._locks[0])]
         if len(self._locks) > 1:
@@ -149,7 +149,7 @@ class Acquisition:
         rest = [attempt for attempt in self.attempts if not attempt.is_granted]
         if len(rest) < 2:
             return
-        claims = [attempt.claimed() for attempt in rest]
+        claims = [attempt.ensure_claim() for attempt in rest]
         sent = clock.now()
         grants = ask_for(rest, self.backend.acquire_all, claims) or ()
         for attempt, grant in zip(rest, grants, strict=False):
@@ -166,8 +166,8 @@ class Acquisition:
         for attempt in self.attempts:
             if attempt.has_entered:
                 attempt.receive()
-        if self.place is not None:
-            self.opened = Block(self.caller, self.place, hold, entries)
+        if self.frame_id is not None:
+            self.opened = Block(self.caller, self.frame_id, hold, entries)
             self.lock._blocks.open.append(self.opened)
         elif self.releasable:
             callers.add_acquired(self.caller, Acquired(self.lock, hold, entries))

@@ -150,7 +150,7 @@ class Attempt:
             self.begin()
             if self.is_granted:
                 return
-        claim = self.claim or self.claimed()
+        claim = self.claim or self.ensure_claim()
         if self.waiter is not None and self._accept_notified(claim, self.waiter):
             return
         if self._should_queue(claim) or (
@@ -164,7 +164,7 @@ class Attempt:
         if grant is not None:
             self.accept(grant, sent)
 
-    def claimed(self) -> Claim:
+    def ensure_claim(self) -> Claim:
         if self.claim is None:
             self.claim = claim_for(self.caller, self.place, self.lock, self.backend)
         return self.claim
@@ -200,14 +200,14 @@ class Attempt:
 
     def accept(self, grant: Grant, sent: float) -> None:
         """Hold the key, unless its lease has expired before the reply came."""
-        claim = self.claim or self.claimed()
+        claim = self.claim or self.ensure_claim()
         lease = claim.ttl if grant.lease is None else min(grant.lease, claim.ttl)
         if claim.scope == "lease" and clock.now() >= sent + lease:
             self.cancel()
             self.claim = None
-            self.claimed()
+            self.ensure_claim()
         else:
-            self.hold(grant, sent)
+            self.begin_hold(grant, sent)
 
     def _accept_notified(self, claim: Claim, waiter: Waiter) -> bool:
         """Hold a key that the queue has granted, and return False if it has not."""
@@ -229,15 +229,15 @@ class Attempt:
         ):
             # Too little of the lease is left. A new request starts a new one.
             return False
-        self.hold(grant, sent)
+        self.begin_hold(grant, sent)
         return True
 
-    def hold(self, grant: Grant, sent: float) -> Hold:
+    def begin_hold(self, grant: Grant, sent: float) -> Hold:
         """Hold a granted key."""
         self.may_be_granted = True
         hold = Holding(
             self.entry,
-            self.claim or self.claimed(),
+            self.claim or self.ensure_claim(),
             grant,
             backend=self.backend,
             place=self.place,

@@ -51,7 +51,7 @@ def current_caller() -> Caller:
     return task or threading.current_thread()
 
 
-class LateCaller:
+class PendingResponse:
     """A caller that is no thread or task: a response that is still being produced.
 
     The end of the response leaves its entry, in any thread.
@@ -208,7 +208,7 @@ def _add_caller(caller: Caller) -> OfCaller:
 
 def _forget_ended(caller: Any) -> None:
     """Forget the entries of ended holds, if their caller does nothing any more."""
-    if is_over(caller) or has_ended(caller):
+    if is_done(caller) or has_ended(caller):
         _clean_up(_by_caller[caller])
         if not (_by_caller[caller].entries or _by_caller[caller].acquired):
             del _by_caller[caller]
@@ -313,12 +313,12 @@ def has_ended(caller: Any) -> bool:
     # Some libraries replace Thread and Task, so isinstance() does not work.
     if hasattr(caller, "get_loop"):
         return bool(caller.get_loop().is_closed())
-    if isinstance(caller, LateCaller):
+    if isinstance(caller, PendingResponse):
         return False
     return caller is not threading.main_thread() and not is_alive(caller)
 
 
-def is_over(caller: Any) -> bool:
+def is_done(caller: Any) -> bool:
     """Return whether a caller does nothing any more: its task is done."""
     return caller.done() if hasattr(caller, "get_loop") else has_ended(caller)
 
@@ -327,10 +327,10 @@ def is_over(caller: Any) -> bool:
 
 # The identity of the frame that has entered a block, and its code. A frame that has
 # ended may share its identity with a later one.
-FramePlace = tuple[int, CodeType | None]
+FrameId = tuple[int, CodeType | None]
 
 
-def place_of(frame: FrameType | None) -> FramePlace:
+def frame_id_of(frame: FrameType | None) -> FrameId:
     return id(frame), None if frame is None else frame.f_code
 
 
@@ -338,7 +338,7 @@ class Block(NamedTuple):
     """An open block: who has entered it, where, and what it leaves at its end."""
 
     caller: Caller
-    place: FramePlace
+    frame_id: FrameId
     hold: Any
     entries: tuple[Entry, ...]
 
@@ -370,22 +370,22 @@ class Blocks:
         that has ended, that no ``with`` statement can end. If it is not certain which
         block is meant, none of them ends.
         """
-        caller, place = current_caller(), (id(frame), frame and frame.f_code)
+        caller, frame_id = current_caller(), (id(frame), frame and frame.f_code)
         # A copy, which is made at once.
         blocks = self.open[::-1]
         for block in blocks:
             # Usually it is the block that began last.
-            if block.caller is caller and block.place == place:
+            if block.caller is caller and block.frame_id == frame_id:
                 return block
         for block in blocks:
-            if block.place == place:
+            if block.frame_id == frame_id:
                 return block
         others = [block for block in blocks if not _ends_by_itself(block, frame)]
         for block in others:
             if block.caller is caller:
                 return block
         for block in others:
-            if is_over(block.caller):
+            if is_done(block.caller):
                 return block
         if len(blocks) == 1 or (
             blocks and all(block.caller is caller for block in blocks)
@@ -403,10 +403,10 @@ def _ends_by_itself(block: Block, frame: FrameType | None) -> bool:
 
     This is one of the frames that call this one, or that of a generator.
     """
-    code = block.place[1]
+    code = block.frame_id[1]
     if code is not None and code.co_flags & (CO_GENERATOR | CO_ASYNC_GENERATOR):
         return True
-    while frame is not None and place_of(frame) != block.place:
+    while frame is not None and frame_id_of(frame) != block.frame_id:
         frame = frame.f_back
     return frame is not None
 
@@ -434,7 +434,7 @@ def acts_for(caller: Any) -> bool:
     The calls of a task run in any thread, as by ``sync_to_async()``, and in tasks that
     it starts, as by ``asyncio.wait_for()``. Both have a copy of its context.
     """
-    if is_over(caller) or has_ended(caller):
+    if is_done(caller) or has_ended(caller):
         return True
     return caller is threading.current_thread() or weakref.ref(caller) in _tasks.get()
 

@@ -96,13 +96,13 @@ def guarded(
                 else:
                     yield
                     if not connection.needs_rollback:
-                        for hold, mark in pinned:
-                            if mark is None:
+                        for hold, point in pinned:
+                            if point is None:
                                 continue
                             committed = partial(
                                 _committed, hold, _pin(hold, database, late=True)
                             )
-                            mark.at_commit.append(committed)
+                            point.at_commit.append(committed)
                     return
         finally:
             # Otherwise the keeper would consider the transaction open after a lost

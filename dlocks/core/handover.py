@@ -81,14 +81,14 @@ def _resume(
     key = data["claimed"]
     acquisition = Acquisition(lock, caller, ThreadWakeup(), wait=False, key=key)
     (attempt,) = acquisition.attempts
-    claim = attempt.claimed()
+    claim = attempt.ensure_claim()
     predecessor = dataclasses.replace(claim, owner=data["owner"])
     exchange = partial(acquisition.backend.exchange, predecessor)
     sent = clock.now()
     try:
         grant = ask_for([attempt], exchange, claim)
         if grant is not None:
-            return attempt.hold(grant, sent)
+            return attempt.begin_hold(grant, sent)
     except BaseException:
         # If the exchange succeeded, the key must be released.
         acquisition.cancel()

@@ -13,7 +13,7 @@ from typing import Any, ParamSpec, Self, TypeVar, cast
 
 from dlocks.backends.base import Backend
 from dlocks.core import callers, confirm
-from dlocks.core.callers import Block, Blocks, Caller, current_caller, place_of
+from dlocks.core.callers import Block, Blocks, Caller, current_caller, frame_id_of
 from dlocks.core.detach import detach, release_detached
 from dlocks.core.explain import block_error
 from dlocks.core.guard import guarded
@@ -258,9 +258,9 @@ class Hold:
 
     # Internal methods.
 
-    def late_entry(self) -> Entry:
-        """Return an entry that outlives this caller, to be added by ``enter_late``."""
-        return Entry(callers.LateCaller(), self.lock, self._parts[0])
+    def response_entry(self) -> Entry:
+        """Return an entry for a response that may outlive this caller."""
+        return Entry(callers.PendingResponse(), self.lock, self._parts[0])
 
     @property
     def has_failed(self) -> bool:
@@ -302,7 +302,7 @@ class Hold:
                 if entry is None:
                     raise block_error(part)
                 entries.append(entry)
-            block = Block(caller, place_of(frame), self, tuple(entries))
+            block = Block(caller, frame_id_of(frame), self, tuple(entries))
             self._blocks.open.append(block)
         except BaseException:
             if block is not None:

@@ -50,7 +50,7 @@ class Holding:
     # The transaction of the hold, the point in it, and the outermost transaction around
     # that point.
     connection: Any = None
-    mark: TransactionMarker | None = None
+    point: TransactionMarker | None = None
     whole: TransactionMarker | None = None
 
     def __init__(
@@ -83,11 +83,11 @@ class Holding:
         self.watch = Watch()
         if self.scope == "transaction":
             self.connection = connection_of(backend.database)
-            self.mark = TransactionMarker.here(self.connection)
-            self.mark.keys[backend.identity, claim.key] = None
+            self.point = TransactionMarker.here(self.connection)
+            self.point.keys[backend.identity, claim.key] = None
             # A TestCase never commits, and its users count the on_commit() callbacks.
             self.whole = (
-                self.mark
+                self.point
                 if in_testcase(self.connection)
                 else TransactionMarker.whole(self.connection)
             )
@@ -113,8 +113,8 @@ class Holding:
         """Return whether the key is certainly held."""
         if self.is_over:
             return False
-        if self.mark is not None:
-            return self.mark.stands
+        if self.point is not None:
+            return self.point.stands
         return clock.now() < self.lease.deadline
 
     @property
@@ -192,7 +192,8 @@ class Holding:
         return [
             entry.caller
             for entry in entries
-            if entry is not None and not isinstance(entry.caller, callers.LateCaller)
+            if entry is not None
+            and not isinstance(entry.caller, callers.PendingResponse)
         ]
 
     def has_open(self, entry: Entry) -> bool:
@@ -236,15 +237,13 @@ class Holding:
     def is_confirmed(self, count: int) -> bool:
         """Ask the backend whether the key is still held, and store the count."""
         pins: Any = self.life.state.pins
-        for mark in pins:
-            if mark.stands:
+        for pin in pins:
+            if pin.stands:
                 # Only that transaction can check the row, which it has locked. The
                 # lease may have expired, but no caller takes the key before the
                 # transaction ends.
-                return mark.is_elsewhere or bool(
-                    request(
-                        self.backend.pin, replace(self.claim, late=True), mark.alias
-                    )
+                return pin.is_elsewhere or bool(
+                    request(self.backend.pin, replace(self.claim, late=True), pin.alias)
                 )
         claim, sent = self.next_claim() if self.may_be_late else self.claim, clock.now()
         confirmed = bool(self.ask(self.backend.verify, [claim], count))
@@ -265,7 +264,7 @@ class Holding:
         self.watch.orphaned_since = None
         return True
 
-    def enter_late(self, entry: Entry) -> None:
+    def enter_for_response(self, entry: Entry) -> None:
         """Add an entry that outlives this caller, unless the hold has ended."""
         if self.life.enter(entry, block=True):
             callers.add(entry)
@@ -283,7 +282,7 @@ class Holding:
         before = self.life.state.entries
         others = [one.caller for one in before]
         ended = [
-            one for one in others if callers.is_over(one) or callers.has_ended(one)
+            one for one in others if callers.is_done(one) or callers.has_ended(one)
         ]
         entry = self.life.begin_block(new_entry, ended, preferred, chosen)
         if entry is new_entry:

@@ -465,7 +465,7 @@ def _leave(
     failed = failed or old.failed
     if old.phase is Phase.ENDED:
         new = old._replace(entries=_without(old.entries, (entry,)), failed=failed)
-        return new, _effect_of_late_leave(new, entry)
+        return new, _effect_after_end(new, entry)
     is_last = len(old.entries) == 1
     marks = old.marks
     if within or marks:
@@ -496,7 +496,7 @@ def _leave(
     ), effect
 
 
-def _effect_of_late_leave(new: State, entry: Entry) -> Effect:
+def _effect_after_end(new: State, entry: Entry) -> Effect:
     """Return what the leave of an entry means after the end of its hold."""
     is_passed_on = new.reason is Reason.DETACHED and entry is new.offered
     if new.reason is Reason.RELEASED or is_passed_on:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Never, TypeVar, cast
 from dlocks.conf import backends
 from dlocks.core import callers
 from dlocks.core.acquire import Acquisition
-from dlocks.core.callers import Acquired, Blocks, Caller, current_caller, place_of
+from dlocks.core.callers import Acquired, Blocks, Caller, current_caller, frame_id_of
 from dlocks.core.claims import hold_at
 from dlocks.core.drive import TaskWakeup, ThreadWakeup, adrive, drive
 from dlocks.core.hold import (
@@ -134,8 +134,8 @@ class Lock(LockPolicy):
     def __enter__(self) -> Hold:
         refuse_in_a_coroutine(AWAIT)
         frame, caller = sys._getframe(1), current_caller()
-        place = id(frame), frame.f_code
-        acquisition = Acquisition(self, caller, ThreadWakeup(), place=place)
+        frame_id = id(frame), frame.f_code
+        acquisition = Acquisition(self, caller, ThreadWakeup(), frame_id=frame_id)
         return drive(acquisition)  # type: ignore[no-any-return]
 
     def __exit__(self, kind: object, error: BaseException | None, *exc: object) -> None:
@@ -188,7 +188,7 @@ class Lock(LockPolicy):
     async def __aenter__(self) -> Hold:
         callers.note_context(current_caller())
         # The coroutine or the generator that awaits this.
-        return await self._aacquire(place=place_of(sys._getframe().f_back))
+        return await self._aacquire(frame_id=frame_id_of(sys._getframe().f_back))
 
     async def __aexit__(
         self, kind: object, error: BaseException | None, traceback: object

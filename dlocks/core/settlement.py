@@ -31,9 +31,9 @@ def transactions_of(hold: Any) -> Sequence[TransactionMarker]:
         map(_leaves_at_exit, hold.life.state.entries)
     ):
         # A rollback would undo a release written beside the only writer.
-        beside = hold.backend.refusal(hold.claim) is not None
+        has_one_writer = hold.backend.refusal(hold.claim) is not None
         database = hold.backend.database
-        opened = [one for one in opened if beside and one.alias == database]
+        opened = [one for one in opened if has_one_writer and one.alias == database]
     return [TransactionMarker.whole(one) for one in opened] if opened else ()
 
 
@@ -49,8 +49,8 @@ def is_undone(hold: Any) -> bool:
     if hold.scope == "transaction":
         return bool(hold.connection.needs_rollback)
     return any(
-        mark.stands and not mark.is_elsewhere and mark.is_undone
-        for mark in hold.life.state.pins
+        pin.stands and not pin.is_elsewhere and pin.is_undone
+        for pin in hold.life.state.pins
     )
 
 
@@ -71,9 +71,9 @@ class Settlement:
         if before is not None:
             # The hold was entered again meanwhile.
             self.hold.forget_entry(before)
-        for mark in (*state.pins, *state.marks):
-            if self.settle not in mark.at_commit:
-                mark.at_commit.append(self.settle)
+        for marker in (*state.pins, *state.marks):
+            if self.settle not in marker.at_commit:
+                marker.at_commit.append(self.settle)
         # A rollback drops the on_commit() callbacks, perhaps with the last reference to
         # the hold.
         keeper.add_left(self.hold)
