@@ -12,7 +12,7 @@ def check(hold: Any) -> None:
     """Check with the backend that the key is held, or raise LockLost."""
     if not hold.may_be_held:
         raise hold.end_as_expired()
-    if not hold.is_confirmed(hold.count):
+    if not hold.verify(hold.count):
         raise hold.end_as_lost(hold.why_gone())
     refuse_ended(hold)
 

@@ -234,7 +234,7 @@ class Holding:
     def next_claim(self) -> Claim:
         return self.lease.next_claim(may_be_late=self.may_be_late)
 
-    def is_confirmed(self, count: int) -> bool:
+    def verify(self, count: int) -> bool:
         """Ask the backend whether the key is still held, and store the count."""
         pins: Any = self.life.state.pins
         for pin in pins:
@@ -334,7 +334,7 @@ class Holding:
     ) -> None:
         refuse_nested()
         # The work was committed under the lock, or undone.
-        is_done = self.whole is not None and self.outlives_transaction()
+        is_done = self.whole is not None and self.has_ended_with_transaction()
         try:
             if is_done and not at_block_end:
                 self._end_with_transaction(event)
@@ -346,7 +346,7 @@ class Holding:
                 self._record_min_hold()
             effect = event(within, failed=failed)
             if effect is Effect.VERIFY:
-                self._verify(partial(event, within, verified=True))
+                self._verify_before_leave(partial(event, within, verified=True))
                 effect = event(within, failed=failed, verified=True)
             self.perform(effect)
         except (LockError, explain.RefusedReleaseError):
@@ -368,10 +368,10 @@ class Holding:
             raise self.lost_error()
         self.end_as_expired()
 
-    def _verify(self, leave: Leave) -> None:
+    def _verify_before_leave(self, leave: Leave) -> None:
         """Find a loss before an entry is left, after which the key stays taken."""
         try:
-            if not (is_undone(self) or self.is_confirmed(max(1, self.count - 1))):
+            if not (is_undone(self) or self.verify(max(1, self.count - 1))):
                 self.end_as_lost(self.why_gone())
         except BaseException:
             self.perform_quietly(leave(failed=True))
@@ -441,7 +441,7 @@ class Holding:
                 self.release_again()
         self._await_transactions()
 
-    def outlives_transaction(self) -> bool:
+    def has_ended_with_transaction(self) -> bool:
         """Return whether the hold has ended with its own transaction.
 
         It has not ended so if only a savepoint was rolled back, or if the connection

@@ -25,7 +25,7 @@ def leave_together(
     """
     refuse_nested()
     for entry in entries:
-        entry.hold.outlives_transaction()
+        entry.hold.has_ended_with_transaction()
         if by not in (None, entry.caller) and entry in entry.hold.life.state.blocks:
             raise explain.release_error(entry.hold)
     leave = partial(_leave_alone, failed=failed, at_block_end=at_block_end, by=by)
