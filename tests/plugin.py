@@ -14,12 +14,13 @@ import tempfile
 
 import pytest
 
+from tests.run import stacks_file
 from tests.servers import SERVERS, Server
 
 _server: Server | None = None
-# tests/run.py aborts a run that does not end, and asks for the stacks. pytest captures
-# the standard error of tests.
-faulthandler.register(signal.SIGUSR2, file=os.dup(2))
+# tests/run.py aborts a run that does not end, and asks for the stacks. faulthandler
+# writes each part of a line by itself. Processes that share a pipe would mix them.
+faulthandler.register(signal.SIGUSR2, file=stacks_file(os.getpid()).open("w"))
 
 
 @pytest.hookimpl(wrapper=True)

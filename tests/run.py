@@ -73,7 +73,7 @@ BACKENDS_WORKERS = 3
 NEWEST_WORKERS = 2
 # Seconds after which a run is aborted.
 LIMIT = 40 * 60.0
-# Seconds in which the processes of an aborted run print their stacks. The machine may
+# Seconds in which the processes of an aborted run write their stacks. The machine may
 # stall for more than one second.
 STACKS_WITHIN = 6.0
 # The length of a line of the summary, in characters.
@@ -365,15 +365,32 @@ def _wait(name: str, process: subprocess.Popen[Any], began: float) -> int:
     while time.monotonic() - began < LIMIT:
         with suppress(subprocess.TimeoutExpired):
             return process.wait(1)
-    # The processes of the tests print their stacks (tests/plugin.py), also in a call
+    # The processes of the tests write their stacks (tests/plugin.py), also in a call
     # that no other signal interrupts.
     _signal(process, signal.SIGUSR2)
     time.sleep(STACKS_WITHIN)
+    for line in _stacks():
+        print(f"{name} | {line}", flush=True)
     # pytest reports the failures so far.
     _signal(process, signal.SIGINT)
     _stop(process)
     print(f"FAILED {name}: aborted, not ended after {LIMIT / 60:g} minutes", flush=True)
     return 124
+
+
+def stacks_file(pid: int | str) -> Path:
+    """Return the file to which a process of the tests writes the stacks."""
+    return Path(tempfile.gettempdir(), f"stacks-{pid}")
+
+
+def _stacks() -> Iterator[str]:
+    """Yield the lines of all stacks that were written since the last call."""
+    every = stacks_file("*")
+    for path in sorted(every.parent.glob(every.name)):
+        if stacks := path.read_text():
+            path.unlink()
+            yield f"Stacks of process {path.name.rpartition('-')[2]}:"
+            yield from stacks.splitlines()
 
 
 def _signal(process: subprocess.Popen[Any], number: int) -> None:
