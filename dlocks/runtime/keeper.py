@@ -26,7 +26,7 @@ from dlocks.runtime.greenlets import is_alive
 from dlocks.runtime.jobs import WatchedHold, Workers
 from dlocks.runtime.pools import leave_pools, use_private_connections
 from dlocks.runtime.process import at_child_exit, in_child
-from dlocks.runtime.threads import BackgroundThread, Latch, PythonIsExitingError
+from dlocks.runtime.threads import BackgroundThread, Flag, Latch, PythonIsExitingError
 from dlocks.runtime.workers import IDLE_CLOSE_AFTER, ServerWorker
 
 if TYPE_CHECKING:
@@ -78,7 +78,9 @@ class Keeper:
 
     def _reset(self) -> None:
         self._mutex = threading.RLock()
-        self._changed = threading.Condition(self._mutex)
+        # Wakes the thread. Unlike a condition, it also counts before the sleep. A
+        # finalizer in that thread may set it.
+        self._wakeup = Flag()
         # A plain set, since WeakSet is written in Python.
         self._holds: set[weakref.ref[WatchedHold]] = set()
         # Holds that may have no other reference, to be released at the end of a
@@ -294,7 +296,7 @@ class Keeper:
         with self._mutex:
             if self._thread.is_running:
                 self._jobs.append(run)
-                self._changed.notify()
+                self._wakeup.set()
             return self._thread.is_running
 
     # The keeper's thread.
@@ -313,7 +315,7 @@ class Keeper:
                     " Leases are not renewed, and end after their ttl: %s",
                     error,
                 )
-        self._changed.notify()
+        self._wakeup.set()
 
     def _loop(self) -> None:
         this = threading.current_thread()
@@ -329,17 +331,18 @@ class Keeper:
                 if not self._thread.is_current:
                     # The start of this thread was interrupted, and another one has
                     # started since.
-                    self._changed.notify()
+                    self._wakeup.set()
                     return
                 self._working_thread = this
+                # A finalizer may defer a function after ``_next()`` has looked.
+                self._wakes_at = FOREVER
                 try:
                     self._wakes_at = self._next()
                 except Exception:
                     logger.exception("A background job failed. Others continue.")
                     self._wakes_at = clock.now() + IDLE_CLOSE_AFTER
-                pause = self._wakes_at - clock.now()
-                if not self._jobs and pause > 0:
-                    self._changed.wait(None if pause == FOREVER else pause)
+            self._wakeup.wait(self._wakes_at - clock.now())
+            with self._mutex:
                 jobs = list(self._jobs)
                 self._jobs.clear()
                 holds = self.holds

@@ -337,7 +337,7 @@ class Simulation:
             # An earlier test may have left the thread of the real keeper asleep.
             thread = keeper._thread.thread
             keeper._thread.end()
-            keeper._changed.notify()
+            keeper._wakeup.set()
         if thread is not None and thread.is_alive():
             thread.join()
         originals = clock.now, Keeper._wake

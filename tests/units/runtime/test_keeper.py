@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 
 import pytest
 from django.db import connections
@@ -138,6 +139,22 @@ def test_the_keeper_survives_an_error_in_its_schedule(monkeypatch, until, caplog
         deadline = hold._parts[0].lease.deadline
         until(lambda: hold._parts[0].lease.deadline > deadline)
     assert "no idea" in caplog.text
+
+
+def test_a_finalizer_in_the_keepers_thread_wakes_it(monkeypatch, until):
+    """The garbage collector may run while the keeper looks for what is due next."""
+    mine, done = Keeper(), []
+    original, finalizers = mine._next, [done.append]
+
+    def collect_garbage():
+        found = original()
+        if finalizers:
+            mine.later(partial(finalizers.pop(), 1), 0.0, backends["memory"])
+        return found
+
+    monkeypatch.setattr(mine, "_next", collect_garbage)
+    mine.check_soon()
+    until(lambda: done)
 
 
 def test_only_tasks_are_run_later_if_no_worker_could_start(desks_fail, until):
