@@ -215,7 +215,10 @@ def test_a_finalizer_in_a_renewal_does_not_stop_renewals(interrupted, until):
 def test_a_lock_in_a_signal_handler_harms_no_lock_that_it_interrupts(
     using, in_other_thread
 ):
-    """Signals arrive at random moments. The inner lock works, or is refused."""
+    """Signals arrive at random moments. The inner lock works, or is refused.
+
+    It waits, because on SQLite another thread of this process may write at that moment.
+    """
     outcomes = []
     other, lock = db_lock("other", using=using), db_lock("stock:7", using=using)
 
@@ -229,10 +232,8 @@ def test_a_lock_in_a_signal_handler_harms_no_lock_that_it_interrupts(
 
     def use_other():
         try:
-            found = other.try_acquire()
-            outcomes.append(found is not None)
-            if found is not None:
-                found.release()
+            with other:
+                outcomes.append("granted")
         except LockBackendError as error:
             assert "signal handler" in str(error), error
             outcomes.append("refused")
@@ -252,9 +253,7 @@ def test_a_lock_in_a_signal_handler_harms_no_lock_that_it_interrupts(
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-    # A caller cannot be refused the key by itself.
-    assert False not in outcomes
-    assert {True, "refused"} & set(outcomes)
+    assert outcomes
     assert in_other_thread(is_free, "stock:7", "other", using=using)
 
 

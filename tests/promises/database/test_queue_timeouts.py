@@ -241,6 +241,38 @@ def test_a_timeout_behind_a_transaction_is_not_granted_later(workers):
 
 
 @pytest.mark.engine("sqlite")
+@for_each("using", ["default", "optimistic", "insert"])
+def test_a_transaction_that_writes_may_hold_any_key_on_sqlite(
+    using, in_other_thread, threads
+):
+    """An attempt finds the key busy, and a wait lasts until the transaction ends.
+
+    Other callers cannot see which keys the transaction has acquired. The key need not
+    exist yet.
+    """
+    began, wrote, acquired = threading.Event(), threading.Event(), []
+    lock = db_lock(using, using=using)
+
+    def wait():
+        began.set()
+        with db_lock(using, using=using, timeout=60):
+            acquired.append(wrote.is_set())
+
+    with transaction.atomic():
+        Counter.objects.create(name=using)
+        assert in_other_thread(lock.try_acquire) is None
+        with pytest.raises(LockTimeout, match="held by an open transaction"):
+            in_other_thread(db_lock(using, using=using, timeout=0).acquire)
+        waiter = threads(wait)
+        assert began.wait(60)
+        wrote.set()
+    waiter.join(60)
+    assert acquired == [True]
+    with lock:
+        pass
+
+
+@pytest.mark.engine("sqlite")
 def test_a_waiter_times_out_despite_sqlites_writer(in_queue, threads):
     """The claim of a waiter cannot be removed then.
 
