@@ -364,8 +364,8 @@ def nothing_left_behind(has_failed):
         # They would be written during the next test.
         buffer._notes.clear()
     for one in connections.all(initialized_only=True):
-        # A SimpleTestCase puts Django's own method into the connection at its end. A
-        # connection with a cursor of its own counts as observed.
+        # A SimpleTestCase leaves Django's own method in the connection, where it hides
+        # the method of a class that a later test replaces.
         if getattr(vars(one).get("cursor"), "__self__", None) is one:
             del one.cursor
     left = keeper.holds

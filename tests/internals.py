@@ -24,6 +24,7 @@ NAMES = {
     "OptimisticBackend": "dlocks.backends.database.strategies:OptimisticBackend",
     "PessimisticBackend": "dlocks.backends.database.strategies:PessimisticBackend",
     "by_sqlite3": "dlocks.sql.direct:by_sqlite3",
+    "is_instrumented": "dlocks.sql.direct:is_instrumented",
     "KeyState": "dlocks.backends.table:KeyState",
     "datagram": "dlocks.backends.database.notify.datagram",
     "notifications": "dlocks.backends.database.notify.notifications",

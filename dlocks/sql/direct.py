@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from functools import lru_cache
 from threading import get_ident
-from types import FrameType, FunctionType
+from types import FrameType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
 from django.apps import apps
@@ -78,7 +78,11 @@ def is_instrumented(wrapper: Any) -> bool:
     if (
         wrapper.execute_wrappers
         or wrapper.queries_logged
-        or "cursor" in vars(wrapper)
+        # A SimpleTestCase leaves Django's own method there.
+        or (
+            "cursor" in vars(wrapper)
+            and wrapper.cursor != MethodType(kind.cursor, wrapper)
+        )
         or (wrapper.health_check_enabled and not wrapper.health_check_done)
         or not apps.ready
         or (

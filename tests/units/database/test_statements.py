@@ -9,10 +9,12 @@ import sqlite3
 import sys
 import threading
 import time
+import unittest
 from functools import partial
 
 import pytest
-from django.db import connection, transaction
+from django.db import connection, connections, transaction
+from django.test import SimpleTestCase
 
 from dlocks import LockTimeout, db_lock
 from tests import rows
@@ -25,6 +27,7 @@ from tests.internals import (
     _with_limit,
     backends,
     by_sqlite3,
+    is_instrumented,
     keeper,
     signals,
 )
@@ -39,6 +42,19 @@ def use(times):
     for _ in range(times):
         with db_lock("stock:7"):
             pass
+
+
+def test_a_test_case_of_django_does_not_count_as_an_instrument():
+    """A SimpleTestCase leaves the connection with a method that it does not need."""
+    case = type("Case", (SimpleTestCase,), {"test": lambda self: None})("test")
+    outcome = unittest.TestResult()
+    unittest.TestSuite([case]).run(outcome)
+    assert outcome.wasSuccessful()
+    assert "cursor" in vars(connections["default"])
+    assert not is_instrumented(connections["default"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(connections["default"], "cursor", lambda: None)
+        assert is_instrumented(connections["default"])
 
 
 @POSTGRESQL
