@@ -172,6 +172,8 @@ class Waiters:
             if not self._thread.is_current:
                 # Its start was interrupted, and another thread has started since.
                 return False
+            # A test may have turned the clock back.
+            self._removed_at = min(self._removed_at, clock.now())
             if self._waiters or clock.now() < self._removed_at + IDLE_CLOSE_AFTER:
                 return True
             self._thread.end()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
+import threading
 import time
 import tomllib
 import unittest
@@ -255,6 +256,14 @@ def test_the_clock_runs_again_afterwards(until):
     with db_lock("stock:7", ttl=30, renew=False) as hold:
         assert hold.remaining > 29
         until(lambda: hold.remaining < 29.9)
+
+
+@database
+def test_a_wait_on_a_frozen_clock_soon_needs_no_connection(until):
+    """Otherwise the test database could not be dropped."""
+    with held_elsewhere("stock:7"), frozen_clock(), pytest.raises(LockTimeout):
+        db_lock("stock:7", timeout=60).acquire()
+    until(lambda: "dlocks-waiting" not in {one.name for one in threading.enumerate()})
 
 
 def test_a_hold_left_by_a_class_does_not_affect_the_next():
