@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from functools import partial
 
@@ -143,13 +144,16 @@ def test_the_keeper_survives_an_error_in_its_schedule(monkeypatch, until, caplog
 
 def test_a_finalizer_in_the_keepers_thread_wakes_it(monkeypatch, until):
     """The garbage collector may run while the keeper looks for what is due next."""
-    mine, done = Keeper(), []
-    original, finalizers = mine._next, [done.append]
+    mine, done, looks = Keeper(), [], itertools.count()
+    original = mine._next
 
     def collect_garbage():
+        if (look := next(looks)) == 0:
+            # Something is due already.
+            return 0.0
         found = original()
-        if finalizers:
-            mine.later(partial(finalizers.pop(), 1), 0.0, backends["memory"])
+        if look == 1:
+            mine.later(partial(done.append, 1), 0.0, backends["memory"])
         return found
 
     monkeypatch.setattr(mine, "_next", collect_garbage)
