@@ -18,7 +18,6 @@ from django.utils.translation.template import templatize
 
 from dlocks import LockTimeout, db_lock
 from tests import rows
-from tests.for_each import for_each
 from tests.internals import duration, shown_duration
 
 pytestmark = [pytest.mark.once, pytest.mark.engine("sqlite")]
@@ -48,9 +47,8 @@ def marked():
     return found
 
 
-@for_each("language", ["de", "es", "fr", "zh_Hans"])
 @pytest.mark.django_db
-def test_each_text_is_translated(language):
+def test_each_text_is_translated():
     """A translation has the placeholders of its text, and is the compiled one.
 
     Otherwise a page would fail, or leave out a number.
@@ -58,20 +56,18 @@ def test_each_text_is_translated(language):
     assert len(marked()) > 200
     assert {("Force release", None), ("lock", None)} < marked()
     assert any(plural for _, plural in marked())
-    directory = PACKAGE / "locale" / language / "LC_MESSAGES"
+    directory = PACKAGE / "locale" / "zh_Hans" / "LC_MESSAGES"
     with (directory / "django.mo").open("rb") as stream:
         catalog = gettext.GNUTranslations(stream)._catalog
-    forms = 1 if language == "zh_Hans" else 2
+    # Chinese has one form for all numbers.
     missing = [
         text
         for text, plural in sorted(marked(), key=str)
-        for form in (range(forms) if plural else [None])
-        if not catalog.get(text if form is None else (text, form))
+        if not catalog.get((text, 0) if plural else text)
     ]
     assert missing == []
     for text, plural in marked():
-        last = catalog[text] if plural is None else catalog[text, forms - 1]
-        found = sorted(PLACEHOLDER.findall(last))
+        found = sorted(PLACEHOLDER.findall(catalog[(text, 0) if plural else text]))
         assert found == sorted(PLACEHOLDER.findall(plural or text)), text
     source = (directory / "django.po").read_text(encoding="utf-8")
     compiled = {text for key, text in catalog.items() if key and isinstance(text, str)}
@@ -81,20 +77,14 @@ def test_each_text_is_translated(language):
 
 
 def test_plurals_are_right():
-    for language, one, two in (
-        ("de", "1 verwaiste Sperre wurde", "2 verwaiste Sperren wurden"),
-        ("es", "Se eliminó 1 bloqueo", "Se eliminaron 2 bloqueos"),
-        ("fr", "1 verrou abandonné a été", "2 verrous abandonnés ont été"),
-        ("zh-hans", "已清除 1 个", "已清除 2 个"),
-    ):
-        for number, text in ((1, one), (2, two)):
-            with override(language):
-                translated = ngettext(
-                    "%(count)d stale lock was cleared: %(keys)s",
-                    "%(count)d stale locks were cleared: %(keys)s",
-                    number,
-                )
-            assert text in translated % {"count": number, "keys": "a"}
+    for number, text in ((1, "已清除 1 个"), (2, "已清除 2 个")):
+        with override("zh-hans"):
+            translated = ngettext(
+                "%(count)d stale lock was cleared: %(keys)s",
+                "%(count)d stale locks were cleared: %(keys)s",
+                number,
+            )
+        assert text in translated % {"count": number, "keys": "a"}
 
 
 @pytest.mark.django_db
@@ -104,24 +94,12 @@ def test_the_admin_speaks_the_language(admin_client, settings):
     begin = now - timedelta(hours=4)
     rows.write("stock:7", rows.P, now + timedelta(minutes=5), begin_time=begin)
 
-    def shown(*pages):
-        address = "/admin/dlocks/resourcelock/"
-        return [admin_client.get(address + page).content.decode() for page in pages]
-
-    for language, texts in (
-        ("de", ["Verteilte Sperren", "Inhaber", "Leitstand"]),
-        ("es", ["Bloqueos distribuidos", "Titular", "Sala de control"]),
-        ("fr", ["Verrous distribués", "Détenteur", "Salle de contrôle"]),
-        ("zh-hans", ["分布式锁", "持有者", "监控面板"]),
-    ):
-        settings.LANGUAGE_CODE = language
-        (page,) = shown("")
-        for text in texts:
+    settings.LANGUAGE_CODE = "zh-hans"
+    address = "/admin/dlocks/resourcelock/"
+    for name in ("", "live/", "stock_3A7/change/"):
+        page = admin_client.get(address + name).content.decode()
+        for text in ("分布式锁", "持有者", "监控面板", "4 小时", "5 分钟"):
             assert text in page
-    settings.LANGUAGE_CODE = "es"
-    for page in shown("", "live/", "stock_3A7/change/"):
-        assert "4 horas" in page
-        assert "5 minutos" in page
         assert not re.search(r"\d (?:hours|minutes)", page)
 
 
@@ -131,9 +109,6 @@ def test_only_pages_translate_durations():
     english = ["3.5 s", "42 s", "5 minutes", "4 hours", "3 days"]
     for language, texts in (
         ("en", english),
-        ("de", ["3,5 s", "42 s", "5 min", "4 h", "3 d"]),
-        ("es", ["3,5 s", "42 s", "5 minutos", "4 horas", "3 días"]),
-        ("fr", ["3,5 s", "42 s", "5 minutes", "4 heures", "3 jours"]),
         ("zh-hans", ["3.5 秒", "42 秒", "5 分钟", "4 小时", "3 天"]),
     ):
         with override(language):
@@ -143,14 +118,14 @@ def test_only_pages_translate_durations():
 
 @pytest.mark.django_db
 def test_errors_and_commands_stay_in_english(settings):
-    """A request in Spanish does not translate an error, nor a setting a command."""
-    settings.LANGUAGE_CODE = "es"
+    """A request in Chinese does not translate an error, nor a setting a command."""
+    settings.LANGUAGE_CODE = "zh-hans"
     now = timezone.now()
     since = now - timedelta(hours=4)
     rows.write("stock:7", rows.P, now + timedelta(minutes=5), begin_time=since)
     rows.waits("stock:7", begin_time=now - timedelta(minutes=3))
     out = StringIO()
-    with override("es"):
+    with override("zh-hans"):
         with pytest.raises(LockTimeout, match=r"for 4 hours, 5 minutes left on its"):
             db_lock("stock:7", timeout=0).acquire()
         call_command("list_locks", "--waiting", stdout=out, no_color=True)
