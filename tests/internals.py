@@ -64,7 +64,6 @@ NAMES = {
     "Attempt": "dlocks.core.attempt:Attempt",
     "ThreadWakeup": "dlocks.core.drive:ThreadWakeup",
     "helpers": "dlocks.testing.helpers",
-    "list_locks": "dlocks.management.commands.list_locks",
     "After": "dlocks.fields:After",
     "HoldRecord": "dlocks.models:HoldRecord",
     "LockClaim": "dlocks.models:LockClaim",

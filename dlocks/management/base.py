@@ -1,9 +1,8 @@
-"""The base class of the commands: the option --using, patterns, short errors."""
+"""The base class of the commands: the option --using, durations, short errors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from fnmatch import fnmatchcase
+import re
 from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
@@ -21,7 +20,9 @@ from dlocks.backends.database.backend import DatabaseBackend
 from dlocks.backends.database.connection import is_unmigrated
 from dlocks.conf import DEFAULT_ALIAS, backends
 from dlocks.exceptions import LockBackendError
-from dlocks.operations import LockRow
+from dlocks.values import seconds
+
+UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def add_using(parser: CommandParser) -> None:
@@ -35,6 +36,29 @@ def add_using(parser: CommandParser) -> None:
 
 def add_flag(parser: Any, option: str, text: str) -> None:
     parser.add_argument(option, action="store_true", help=text)
+
+
+def add_duration(parser: CommandParser, option: str, text: str, **kwargs: Any) -> None:
+    parser.add_argument(option, metavar="DURATION", help=text, **kwargs)
+
+
+def seconds_of(option: str, duration: Any) -> float:
+    """Return the seconds of a duration such as ``90s``, or raise CommandError.
+
+    ``call_command()`` may pass a number of seconds or a ``timedelta``.
+    """
+    if isinstance(duration, str):
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", duration, re.ASCII)
+        if match is None:
+            raise CommandError(
+                f"{option} takes a duration such as 0.5s, 90s, 15m, 12h or 30d, not"
+                f" {duration!r}."
+            )
+        duration = float(match[1]) * UNITS[match[2]]
+    try:
+        return seconds(option, duration)
+    except (TypeError, ValueError) as error:
+        raise CommandError(f"{error}.") from error
 
 
 class LockCommand(BaseCommand):
@@ -91,22 +115,3 @@ def _commit_each_statement(database: str) -> None:
     """
     if database and (wrapper := connections[database]).connection is None:
         wrapper.set_autocommit(True)
-
-
-def plural(number: int, noun: str) -> str:
-    """Return the number with the noun, in the plural unless it is 1."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def matching(
-    found: Iterable[list[LockRow]], patterns: list[str], prefix: str
-) -> Iterator[list[LockRow]]:
-    """Yield the locks whose keys without the prefix match a pattern."""
-    for page in found:
-        if mine := [
-            lock
-            for lock in page
-            if (key := lock.pk.removeprefix(prefix)) in patterns
-            or any(fnmatchcase(key, one) for one in patterns)
-        ]:
-            yield mine

@@ -11,7 +11,7 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
-from django.core.management import call_command
+from django.core.management import CommandError, call_command
 from django.utils import timezone
 from django.utils.translation import ngettext, override
 from django.utils.translation.template import templatize
@@ -129,6 +129,7 @@ def test_errors_and_commands_stay_in_english(settings):
         with pytest.raises(LockTimeout, match=r"for 4 hours, 5 minutes left on its"):
             db_lock("stock:7", timeout=0).acquire()
         call_command("list_locks", "--waiting", stdout=out, no_color=True)
-        call_command("clear_lock", "stock:7", "--dry-run", stdout=out, no_color=True)
+        with pytest.raises(CommandError, match="is held. To force its release"):
+            call_command("clear_lock", "stock:7", "--yes", stdout=out, no_color=True)
     for text in ("held", "4 hours", "5 minutes left", "waiting for 3 minutes"):
         assert text in out.getvalue()

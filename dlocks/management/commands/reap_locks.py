@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
-from django.core.management.base import CommandError, CommandParser
+from django.core.management.base import CommandParser
 
 from dlocks import audit
 from dlocks.backends.database.backend import DatabaseBackend
-from dlocks.management.base import LockCommand, add_flag, plural
-from dlocks.values import seconds
-
-UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+from dlocks.management.base import LockCommand, add_duration, add_flag, seconds_of
 
 
 class Command(LockCommand):
@@ -24,30 +20,24 @@ class Command(LockCommand):
 
     def add_arguments(self, parser: CommandParser) -> None:
         super().add_arguments(parser)
-        parser.add_argument(
+        add_duration(
+            parser,
             "--idle-for",
-            metavar="DURATION",
-            help=(
-                "Also delete rows that have been free for this time, such as 90s, 15m,"
-                " 12h or 30d."
-            ),
+            "Also delete rows that have been free for this time, such as 12h or 30d.",
         )
-        parser.add_argument(
+        add_duration(
+            parser,
             "--history-for",
-            metavar="DURATION",
+            "Delete the records of holds that ended longer ago. Default: %(default)s.",
             default="30d",
-            help=(
-                "Delete the records of holds that ended longer ago than this. Default:"
-                " %(default)s."
-            ),
         )
         add_flag(parser, "--dry-run", "Only count, and change nothing.")
 
     def work(self, backend: DatabaseBackend, **options: Any) -> None:
         idle_for, dry_run = options["idle_for"], options["dry_run"]
-        history_for = _seconds("--history-for", options["history_for"])
+        history_for = seconds_of("--history-for", options["history_for"])
         will = "would be " if dry_run else ""
-        idle = None if idle_for is None else _seconds("--idle-for", idle_for)
+        idle = None if idle_for is None else seconds_of("--idle-for", idle_for)
         results = []
         freed = deleted = forgotten = 0
         try:
@@ -56,14 +46,14 @@ class Command(LockCommand):
             if idle is not None:
                 for number in backend.purge(idle, dry_run=dry_run):
                     deleted += number
-                results.append(f"{plural(deleted, 'unused row')} {will}deleted")
+                results.append(f"{_plural(deleted, 'unused row')} {will}deleted")
             for number in backend.reap(dry_run=dry_run):
                 freed += number
-            results.insert(0, f"{plural(freed, 'stale lock')} {will}cleared")
+            results.insert(0, f"{_plural(freed, 'stale lock')} {will}cleared")
             for number in backend.delete_older_than(history_for, dry_run=dry_run):
                 forgotten += number
             if forgotten or backend.history:
-                records = plural(forgotten, "record")
+                records = _plural(forgotten, "record")
                 results.append(f"{records} of the history {will}deleted")
         finally:
             # The log also records what was done before an error.
@@ -80,13 +70,6 @@ class Command(LockCommand):
         self.stdout.write(", ".join(results) + ".")
 
 
-def _seconds(option: str, duration: str) -> float:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", str(duration), re.ASCII)
-    if match is None:
-        raise CommandError(
-            f"{option} takes a duration such as 90s, 15m, 12h or 30d, not {duration!r}."
-        )
-    try:
-        return seconds(option, float(match[1]) * UNITS[match[2]])
-    except ValueError as error:
-        raise CommandError(f"{error}.") from error
+def _plural(number: int, noun: str) -> str:
+    """Return the number with the noun, in the plural unless it is 1."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -569,7 +569,7 @@ def test_a_root_with_other_content_is_refused(server, zookeeper_at, person, root
 @pytest.mark.usefixtures("process")
 def test_one_of_several_shared_holds_can_be_ended(backend):
     readers = [claim(shared=True) for _ in range(2)]
-    first, _ = [backend.acquire(reader).token for reader in readers]
+    first, second = [backend.acquire(reader).token for reader in readers]
     table = run("list_locks", "--waiting", using="zookeeper")
     assert re.search(r"^key +shared \(2\) ", table, re.MULTILINE)
     assert f"(token {first})" in table
@@ -580,10 +580,10 @@ def test_one_of_several_shared_holds_can_be_ended(backend):
 
     with pytest.raises(CommandError, match="Pass --share TOKEN"):
         clear()
-    assert "1 shared hold was ended." in clear("--share", f"{first}")
+    assert "1 shared hold of 'key' was ended." in clear("--share", f"{first}")
     assert [*backend.renew(readers)] == [*backend.renew(readers[1:])]
     with pytest.raises(CommandError, match="has no shared hold with token"):
         clear("--share", f"{first}")
-    clear("--all-shares")
+    clear("--share", f"{second}")
     assert backend.keys() == []
     assert not backend.renew(readers)

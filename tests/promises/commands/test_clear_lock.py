@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+from django.core.management import CommandError, call_command
 from django.db import transaction
 
 from dlocks import LockLost, db_lock
@@ -51,35 +52,26 @@ def test_clear_lock_names_the_holder_and_clears_the_lock(in_other_thread):
 def test_clear_lock_asks_for_confirmation(answer):
     """Only "y" and "yes" clear the lock. Return, "n" or Ctrl-D change nothing.
 
-    One question names the number of several locks. Without a terminal, as in cron, the
-    command refuses and names ``--yes``.
+    Without a terminal, as in cron, the command refuses and names ``--yes``.
     """
     rows.stale("a")
-    rows.stale("b")
     assert "--yes" in refused("clear_lock", "a")
     for reply in ("", "n", "no", "yep", EOFError()):
         answer(reply)
         assert "Nothing was changed" in refused("clear_lock", "a")
-    asked = answer("no")
-    refused("clear_lock", "a", "b")
-    assert {rows.now(key).version for key in "ab"} == {1000}
-    answer("y")
-    run("clear_lock", "a", "b")
-    assert asked == ["Clear 2 locks? [y/N] "]
-    assert (rows.now("a").state, rows.now("b").state) == ("free", "free")
-    rows.stale("c1")
+    assert rows.now("a").version == 1000
     rows.held("d")
     rows.held("e")
     live = "A holder may still be working. Clear {!r}? [y/N] "
     for key, reply, question in (
-        ("c*", "y", "Clear 1 lock? [y/N] "),
+        ("a", "y", "Clear 'a'? [y/N] "),
         ("d", "y", live.format("d")),
         ("e", " Yes ", live.format("e")),
     ):
         asked = answer(reply)
         run("clear_lock", key, "--reason", "tests")
         assert asked == [question]
-        assert rows.now(key.replace("*", "1")).state == "free"
+        assert rows.now(key).state == "free"
 
 
 def test_an_invalid_or_unknown_key_is_an_error():
@@ -136,42 +128,14 @@ def test_a_lock_that_changed_hands_during_the_question_is_kept(answer):
         assert why in refused("clear_lock", "b", "--reason", "tests")
 
 
-@pytest.mark.storage
-def test_a_pattern_clears_all_locks_that_match(capsys):
-    """``clear_lock 'stock:*'`` clears the held and the stale locks that match.
-
-    Held locks need a reason. An existing key ``a*`` is cleared alone. A token belongs
-    to one key, so ``--share`` refuses a pattern. ``--dry-run`` only shows the locks.
-    """
-    for key in ("stock:7", "stock:8", "report"):
+def test_one_key_is_cleared_at_a_time():
+    """A key with a star is that key, and no pattern. A second key is refused."""
+    for key in ("a*", "ab"):
         rows.stale(key)
-    rows.held("stock:9")
-    rows.free("stock:10")
-    stock = ("clear_lock", "stock:*")
-    assert "one key" in refused(*stock, "--share", "7", "--yes")
-    out = run(*stock, "--dry-run")
-    assert "'stock:7' is stale" in out
-    assert "'stock:9' is held by" in out
-    assert out.endswith("Nothing was changed.\n")
-    assert "'stock:9'" not in run(*stock, "--dry-run", "--stale-only")
-    run("clear_lock", "stock:7", "--dry-run")
-    assert {lock.version for lock in ResourceLock.objects.all()} == {1000}
-    out = run(*stock, *YES)
-    cleared = ["stock:7", "stock:8", "stock:9"]
-    assert re.findall(r"'([^']+)' was cleared", out) == cleared
-    assert rows.now("stock:9").state == "free"
-    assert rows.now("stock:10").version == 1000
-    assert rows.now("report").state == "stale"
-    nothing = "no held or stale lock that matches 'stock:*'"
-    assert nothing in refused(*stock, "--yes")
-    rows.held("a1")
-    rows.stale("a2")
-    assert refused("clear_lock", "a*", "--yes") == "1 of 2 locks were not cleared."
-    assert "'a1' is held. To force its release" in capsys.readouterr().err
-    assert (rows.now("a1").version, rows.now("a2").state) == (1000, "free")
-    rows.stale("a*")
+    assert "unrecognized arguments: ab" in refused("clear_lock", "a*", "ab", "--yes")
+    assert {rows.now(key).version for key in ("a*", "ab")} == {1000}
     run("clear_lock", "a*", "--yes")
-    assert (rows.now("a*").state, rows.now("a1").version) == ("free", 1000)
+    assert (rows.now("a*").state, rows.now("ab").version) == ("free", 1000)
 
 
 def test_odd_keys_are_cleared_and_printed_with_escapes():
@@ -196,13 +160,13 @@ def test_one_shared_hold_is_ended_by_its_token():
     rows.shares("catalogue", 1002, holder="web-2:1:t")
     rows.stale_share("catalogue", 1003)
     one = ("clear_lock", "catalogue", "--share", "1001")
-    assert "stale share" in refused(*one, "--stale-only", *YES)
-    every = ("clear_lock", "catalogue", "--all-shares", "--stale-only")
-    assert "1 shared hold was ended." in run(*every, *YES)
+    assert "not stale" in refused(*one, "--stale-only", *YES)
+    stale = ("clear_lock", "catalogue", "--share", "1003", "--stale-only", *YES)
+    assert "1 shared hold of 'catalogue' was ended." in run(*stale)
     assert tokens() == [1001, 1002]
     out = run(*one, *YES)
     assert re.search(r"held by web-1:1:t \(198\.51\.100\.8\) for \d+ days, ", out)
-    assert "1 shared hold was ended." in out
+    assert "1 shared hold of 'catalogue' was ended." in out
     assert "fenced off" in out
     assert tokens() == [1002]
     lock = ResourceLock.objects.get()
@@ -211,33 +175,29 @@ def test_one_shared_hold_is_ended_by_its_token():
     assert "with token" in refused(*one[:3], str(10**30), "--yes")
 
 
-def test_all_shared_holds_are_ended(answer):
-    """``--all-shares`` needs a confirmation and ends the holds that it showed.
+def test_a_shared_key_is_not_cleared_without_a_token(answer, capsys):
+    """``clear_lock`` shows the shared holds and how to end one.
 
-    Without it, ``clear_lock`` shows how to end one or all. A shared hold that has ended
-    meanwhile is reported, as an error.
+    It asks for a confirmation. A shared hold that has ended meanwhile is reported, as
+    an error.
     """
     rows.free("catalogue")
     for token in (1001, 1002):
-        rows.shares("catalogue", token)
-    message = refused("clear_lock", "catalogue", "--yes")
-    assert "--share TOKEN" in message
-    assert "--all-shares" in message
-    one = ("clear_lock", "catalogue", "--share")
-    assert "not allowed with" in refused(*one, "1001", "--all-shares")
-    asked = answer("y", before=lambda: rows.shares("catalogue", 1003))
-    every = ("clear_lock", "catalogue", "--all-shares", "--reason", "tests")
-    assert "2 shared holds were ended." in run(*every)
-    question = (
-        "A holder may still be working. End 2 shared holds of 'catalogue'? [y/N] "
-    )
-    assert asked == [question]
-    assert tokens() == [1003]
-    answer("n")
-    assert "Nothing was changed" in refused(*every)
-    assert tokens() == [1003]
+        rows.shares("catalogue", token, holder=f"web-{token}:1:t")
+    with pytest.raises(CommandError, match="Pass --share TOKEN"):
+        call_command("clear_lock", "catalogue", "--yes", no_color=True)
+    first, *shown = capsys.readouterr().out.splitlines()
+    assert first == "'catalogue' is shared:"
+    for token, line in zip((1001, 1002), shown, strict=True):
+        assert re.fullmatch(rf"    held by web-{token}:1:t .* \(token {token}\)", line)
+    one = ("clear_lock", "catalogue", "--reason", "tests", "--share")
+    asked = answer("n")
+    assert "Nothing was changed" in refused(*one, "1001")
+    question = "A holder may still be working. End a shared hold of 'catalogue'? "
+    assert asked == [f"{question}[y/N] "]
+    assert tokens() == [1001, 1002]
     answer("y", before=LockClaim.objects.all().delete)
-    ended = refused(*one, "1003", "--reason", "tests")
+    ended = refused(*one, "1001")
     assert "the shared hold with this token has ended" in ended
 
 
@@ -287,7 +247,8 @@ def test_the_command_requires_a_reason_for_live_holds(audited, answer):
     rows.free("b")
     rows.shares("b", 1001)
     assert "--reason TEXT" in refused("clear_lock", "a", "--yes")
-    assert "--reason TEXT" in refused("clear_lock", "b", "--all-shares", "--yes")
+    share = ("clear_lock", "b", "--share", "1001", "--yes")
+    assert "--reason TEXT" in refused(*share)
     for reason in ("", " ", "a\nb", "x" * 201):
         assert "eason" in refused("clear_lock", "a", "--yes", "--reason", reason)
     # The holder renews the stale lock while the command asks.
@@ -298,7 +259,7 @@ def test_the_command_requires_a_reason_for_live_holds(audited, answer):
     assert (rows.now("a").version, rows.now("c").version) == (1000, 1000)
     assert (LockClaim.objects.count(), audited()) == (1, [])
     run("clear_lock", "a", "--yes", "--reason", "deploy hung")
-    run("clear_lock", "b", "--all-shares", "--yes", "--reason", "its host is gone")
+    run(*share, "--reason", "its host is gone")
     rows.stale("d")
     run("clear_lock", "d", "--yes")
     rows.stale("e")

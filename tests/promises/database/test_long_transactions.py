@@ -305,7 +305,7 @@ def test_commands_show_that_a_transaction_keeps_a_key(lock, guarded):
         (row,) = listed("--held")
         assert (row["state"], row["seconds_left"]) == ("held", None)
         (line,) = run("list_locks").splitlines()[1:]
-        assert re.fullmatch(r"stock:7 +held .* transaction", line)
+        assert re.fullmatch(r"stock:7 +held .* transaction +\S+", line)
         assert listed("--stale") == []
     else:
         (row,) = listed()

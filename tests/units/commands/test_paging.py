@@ -1,23 +1,19 @@
-"""How the commands read many rows, report an outage, and repeat a list."""
+"""How the commands read many rows and report an outage."""
 
 from __future__ import annotations
 
-import io
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import pytest
-from django.core.management import call_command
 from django.db import connections
 
 from dlocks import LockBackendError, db_lock
 from tests import jobs, rows
-from tests.internals import Claim, Ticket, backends, duration, list_locks, operations
+from tests.internals import Claim, Ticket, backends, duration, operations
 from tests.promises.commands.running import (
     lines,
     listed,
     refused,
-    run,
     without_terminal,
 )
 
@@ -90,34 +86,6 @@ def test_a_duration_is_shown_in_its_largest_unit():
         90000: "25 hours", 86400 * 3: "3 days",
     }  # fmt: skip
     assert {seconds: duration(seconds) for seconds in shown} == shown
-
-
-def test_watch_lists_again_until_ctrl_c(monkeypatch):
-    """``--watch`` shows the locks again and again in a terminal."""
-    slept = []
-
-    def sleep(seconds):
-        slept.append(seconds)
-        if len(slept) == 2:
-            raise KeyboardInterrupt
-        rows.held(f"stock:{seconds}")
-
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
-    terminal = Terminal()
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr(list_locks, "time", SimpleNamespace(sleep=sleep))
-    call_command("list_locks", "--watch", stdout=terminal, no_color=True)
-    _, first, second = terminal.getvalue().split("\x1b[2J\x1b[H")
-    assert first == "No locks.\n"
-    assert "stock:2.0" in second
-    assert slept == [2.0, 2.0]
-    slept.clear()
-    assert "\x1b" not in run("list_locks", "--watch", "0.5")
-    assert slept == [0.5, 0.5]
-    assert "not allowed with" in refused("list_locks", "--watch", "--json")
 
 
 @pytest.mark.driver
