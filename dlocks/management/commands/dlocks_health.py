@@ -16,7 +16,7 @@ from dlocks.backends.database.backend import DatabaseBackend
 from dlocks.checks import check_tables
 from dlocks.conf import backends
 from dlocks.exceptions import LockBackendError
-from dlocks.management.base import add_flag
+from dlocks.management.base import add_duration, add_flag, seconds_of
 from dlocks.models import LockState
 from dlocks.operations import pages
 
@@ -24,12 +24,8 @@ from dlocks.operations import pages
 KEY = "dlocks_health"
 # Warnings of the system check that mean that locks fail.
 BROKEN = {"dlocks.W005", "dlocks.W006", "dlocks.W008"}
-# The figures that an option limits, and what each option says.
-LIMITS = {
-    "clock_skew_s": "seconds between the clocks of the database and of this host",
-    "stale": "stale locks",
-    "waiting": "waiters",
-}
+# The numbers that an option limits.
+COUNTED = {"stale": "stale locks", "waiting": "waiters"}
 
 
 class Command(BaseCommand):
@@ -45,11 +41,18 @@ class Command(BaseCommand):
             metavar="ALIAS",
             help="An alias of the DLOCKS setting. Default: all.",
         )
-        for figure, what in LIMITS.items():
+        add_duration(
+            parser,
+            "--max-clock-skew",
+            (
+                "Report a longer time between the clocks of the database and of this"
+                " host as a problem, such as 0.5s."
+            ),
+        )
+        for figure, what in COUNTED.items():
             parser.add_argument(
-                f"--max-{figure.removesuffix('_s').replace('_', '-')}",
-                dest=figure,
-                type=float,
+                f"--max-{figure}",
+                type=int,
                 metavar="NUMBER",
                 help=f"Report more than this number of {what} as a problem.",
             )
@@ -87,11 +90,15 @@ class Command(BaseCommand):
                     figures |= _figures(backend)
         except (ImproperlyConfigured, LockBackendError, RuntimeError, Error) as error:
             problems.append(str(error))
+        if (limit := options["max_clock_skew"]) is not None:
+            most = seconds_of("--max-clock-skew", limit)
+            if (skew := abs(figures.get("clock_skew_s", 0))) > most:
+                problems.append(f"clocks {skew:g} s apart, more than {most:g} s")
         problems += [
-            f"{figures[figure]:g} {what}, more than {options[figure]:g}"
-            for figure, what in LIMITS.items()
-            if options[figure] is not None
-            and abs(figures.get(figure, 0)) > options[figure]
+            f"{figures[figure]} {what}, more than {most}"
+            for figure, what in COUNTED.items()
+            if (most := options[f"max_{figure}"]) is not None
+            and figures.get(figure, 0) > most
         ]
         return {"healthy": not problems, **figures, "problems": problems}
 

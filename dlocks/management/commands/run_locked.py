@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
@@ -19,7 +20,7 @@ from django.core.management.base import BaseCommand, CommandError, CommandParser
 from dlocks.core.hold import Hold
 from dlocks.core.lock import Lock
 from dlocks.exceptions import LockBackendError, LockError, LockTimeout
-from dlocks.management.base import add_using
+from dlocks.management.base import add_duration, add_flag, add_using, seconds_of
 from dlocks.schedules import BUSY
 
 # Exit statuses as shells use them.
@@ -56,14 +57,17 @@ class Command(BaseCommand):
         parser.add_argument("key", metavar="KEY", help="The key to lock.")
         add_using(parser)
         for option, default, text in (
-            ("--timeout", 0.0, "How long to wait for the lock. Default: 0."),
-            ("--ttl", None, "How long the lock outlives a crash."),
+            ("--timeout", "0s", "How long to wait for the lock. Default: 0s."),
+            ("--ttl", None, "How long the lock outlives a crash, such as 90s."),
             ("--max-hold", None, "How long the lock is held at most."),
-            ("--min-hold", 0.0, "How long the lock is held at least."),
+            ("--min-hold", "0s", "How long the lock is held at least."),
         ):
-            parser.add_argument(
-                option, type=float, default=default, metavar="SECONDS", help=text
-            )
+            add_duration(parser, option, text, default=default)
+        add_flag(
+            parser,
+            "--show-arguments",
+            "Show the arguments of the command with the holder, not only its name.",
+        )
 
     def run_from_argv(self, argv: list[str]) -> None:
         # Split here, because argparse would remove the "--" of the command's own
@@ -80,12 +84,14 @@ class Command(BaseCommand):
             raise CommandError(
                 "The command is missing. Write it after '--': run_locked KEY -- command"
             )
+        # The arguments may contain passwords.
+        shown = command if options["show_arguments"] else [Path(command[0]).name]
         child = _Child(command)
         entered = False
         status = None
         try:
             with (
-                _named(f"run_locked {shlex.join(command)}"),
+                _named(f"run_locked {shlex.join(shown)}"),
                 child.listening(),
                 self._lock(child, options) as hold,
             ):
@@ -127,6 +133,9 @@ class Command(BaseCommand):
         policy = {name: options[name] for name in ("timeout", "max_hold", "min_hold")}
         if options["ttl"] is not None:
             policy["ttl"] = options["ttl"]
+        for name, duration in policy.items():
+            if duration is not None:
+                policy[name] = seconds_of(f"--{name.replace('_', '-')}", duration)
         return Lock(
             key=options["key"],
             using=options["using"],

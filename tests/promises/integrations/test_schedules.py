@@ -367,7 +367,7 @@ def test_a_command_exits_as_in_a_shell(capfd, is_busy):
         (["--", str(ROOT / "README.md")], 126, ""),
         # An argument that is not text, and options of the command itself.
         ([*python("print('ran')"), os.fsdecode(b"\xff\xfe.txt")], 0, "ran\n"),
-        (["--timeout", "1", "--", "echo", "--", "-x y"], 0, "-- -x y\n"),
+        (["--timeout", "1s", "--", "echo", "--", "-x y"], 0, "-- -x y\n"),
     ):
         assert exit_of("backup", *args) == status, args
         out, err = capfd.readouterr()
@@ -390,7 +390,8 @@ def test_an_invalid_command_line_is_refused_in_one_line(capfd):
         (["backup"], 1, ""),
         (["backup", "--"], 1, ""),
         (["", *run], 1, ""),
-        (["k", "--ttl", "0", *run], 1, ""),
+        (["k", "--ttl", "0s", *run], 1, "ttl must be above 0"),
+        (["k", "--timeout", "60", *run], 1, "--timeout takes a duration such as"),
         (["k", "--using", "nope", *run], 1, ""),
         (["x" * 253, "--using", "prefixed", *run], 1, too_long),
         (
@@ -408,7 +409,7 @@ def test_an_invalid_command_line_is_refused_in_one_line(capfd):
 
 
 def test_signals_reach_the_command_and_the_key_stays_held(run_locked, is_busy, until):
-    """The lock is held while the command runs. Its holder shows the command.
+    """The lock is held while the command runs. Its holder shows the program's name.
 
     A signal that comes when the command has already ended keeps its exit status.
     """
@@ -416,7 +417,7 @@ def test_signals_reach_the_command_and_the_key_stays_held(run_locked, is_busy, u
     child = int(program.line())
     _host, pid, thread = db_lock("backup").holder().holder.split(":", 2)
     assert pid == str(program.pid)
-    assert thread.startswith(f"run_locked {shlex.quote(sys.executable)} -c ")
+    assert thread == f"run_locked {Path(sys.executable).name}"
     for number in [signal.SIGTERM, signal.SIGINT, signal.SIGHUP] * 3:
         os.kill(program.pid, number)
         assert program.line() == signal.Signals(number).name
@@ -436,9 +437,29 @@ def test_signals_reach_the_command_and_the_key_stays_held(run_locked, is_busy, u
         os.kill(child, 0)
 
 
+def test_arguments_are_shown_only_with_an_option(capfd):
+    """They may contain passwords."""
+    for options, shown in (
+        ([], "run_locked echo"),
+        (["--show-arguments"], "run_locked /bin/echo --password 'a b'"),
+    ):
+        command = "/bin/echo", "--password", "a b"
+        holders = []
+
+        def remember(hold, holders=holders, **_):
+            holders.append(db_lock("backup").holder().holder.split(":", 2)[2])
+
+        lock_acquired.connect(remember)
+        try:
+            assert exit_of("backup", *options, "--", *command) == 0
+        finally:
+            lock_acquired.disconnect(remember)
+        assert holders == [shown]
+
+
 def test_a_signal_during_the_wait_leaves_no_claim(run_locked, until):
     with held_elsewhere("backup"):
-        program = run_locked("backup", "--timeout", "60", *python("print('ran')"))
+        program = run_locked("backup", "--timeout", "60s", *python("print('ran')"))
         until(lambda: _handles(program.pid, signal.SIGTERM), 60)
         os.kill(program.pid, signal.SIGTERM)
         assert (program.end(), program.text("out")) == (143, "")

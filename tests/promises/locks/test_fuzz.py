@@ -300,17 +300,17 @@ def test_any_command_argument_works_or_is_an_error():
             ARGUMENTS,
             max_size=3,
         ),
-        flags=st.sets(st.sampled_from(["--yes", "--stale-only", "--all-shares",
+        flags=st.sets(st.sampled_from(["--yes", "--stale-only", "--show-arguments",
         "--dry-run", "--all", "--json"])),
         key=st.lists(TEXT, max_size=2),
     )  # fmt: skip
     def check(command, options, flags, key):
         own = {"list_locks": {"--using", "--all", "--json"},
-               "clear_lock": {"--using", "--share", "--reason", "--yes", "--stale-only",
-               "--all-shares"},
+               "clear_lock": {"--using", "--share", "--reason", "--yes",
+               "--stale-only"},
                "reap_locks": {"--using", "--idle-for", "--history-for", "--dry-run"},
                "run_locked": {"--using", "--timeout", "--ttl", "--max-hold",
-               "--min-hold"}}[command]  # fmt: skip
+               "--min-hold", "--show-arguments"}}[command]  # fmt: skip
         arguments = [
             f"{name}={value}" for name, value in options.items() if name in own
         ]
