@@ -202,7 +202,7 @@ def locked_view(
     key: Key,
     *,
     status: int = 409,
-    retry_after: bool | int | timedelta = True,
+    retry_after: bool | int | timedelta = 1,
     timeout: Duration | None = 0,
     using: str = DEFAULT_ALIAS,
     **options: Unpack[ViewOptions],
@@ -212,9 +212,10 @@ def locked_view(
     The view can be a function or a class.
 
     ``status`` is 409 (Conflict) or another 4xx, or 503. The response is plain text, the
-    template ``dlocks/busy.html`` or JSON, as the request prefers. ``retry_after`` adds
-    the header: the seconds left on the holder's lease, at least 1, or the given number
-    or ``timedelta``. ``timeout`` is the time for which a request waits first. By
+    template ``dlocks/busy.html`` or JSON, as the request prefers. ``retry_after`` is
+    the header ``Retry-After``, as a number of seconds or a ``timedelta``. It is 1 by
+    default, since a lock is usually held for much less time than its lease lasts.
+    ``False`` omits it. ``timeout`` is the time for which a request waits first. By
     default it does not wait. The other options are those of ``db_lock()``.
     """
     policy: dict[str, Any] = {**options}
@@ -231,22 +232,16 @@ def locked_view(
         raise ValueError(f"status must be 4xx or 503, not {status!r}")
     if not isinstance(retry_after, int) or retry_after < 0:
         raise ValueError(
-            "retry_after must be True, False, a whole number of seconds or a timedelta,"
-            f" not {retry_after!r}"
+            "retry_after must be False, a whole number of seconds or a timedelta, not"
+            f" {retry_after!r}"
         )
 
     def busy(error: LockTimeout, /, *args: Any, **kwargs: Any) -> HttpResponse:
         # In a method, the request is the second argument.
         requests = (one for one in args if hasattr(one, "get_preferred_type"))
         response = busy_response(next(requests, None), status)
-        if retry_after is True:
-            left = error.holder.remaining if error.holder is not None else 0.0
-            # Some backends do not know the time left.
-            response["Retry-After"] = str(
-                max(1, math.ceil(left)) if math.isfinite(left) else 1
-            )
-        elif retry_after is not False:
-            response["Retry-After"] = str(retry_after)
+        if retry_after is not False:
+            response["Retry-After"] = str(int(retry_after))
         return response
 
     return LockDecorator(key, busy=busy, timeout=timeout, using=using, **policy)
