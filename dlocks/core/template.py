@@ -10,7 +10,15 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from django.db import models
+from django.db.models.manager import BaseManager
+from django.db.models.query import RawQuerySet
 
+# The end of the text of an object that has no text of its own.
+ADDRESS = re.compile(r" at 0x[0-9A-Fa-f]+>")
+NO_NAME = (
+    "whose text is not the same in each process or at each time. Name an attribute, as"
+    " in {order.pk}, or pass a function as the key."
+)
 FIELD = re.compile(r"(?P<name>[^\W\d]\w*)(?:\.[^\W\d]\w*|\[[^\[\]]+\])*")
 
 
@@ -47,22 +55,15 @@ class Template(string.Formatter):
                 continue
             fields_left -= 1
             value, _first = self.get_field(field, (), values)
-            if value is None or (
-                isinstance(value, models.Model) and not value._is_pk_set()  # type: ignore[attr-defined]
-            ):
-                what = (
-                    "None"
-                    if value is None
-                    else f"a {type(value).__name__} without a primary key"
+            why = _why_no_key(value)
+            if not why:
+                text = self.format_field(
+                    self.convert_field(value, cast("Any", conversion)), spec or ""
                 )
-                raise ValueError(
-                    f"{{{field}}} of {self.template!r} is {what} in this call, so"
-                    " unrelated calls would have the same key. Save the object first,"
-                    " or pass a function as the key."
-                )
-            text = self.format_field(
-                self.convert_field(value, cast("Any", conversion)), spec or ""
-            )
+                if not isinstance(value, str) and ADDRESS.search(text):
+                    why = f"{text} in this call, {NO_NAME}"
+            if why:
+                raise ValueError(f"{{{field}}} of {self.template!r} is {why}")
             if fields_left:
                 # A value is unambiguous if the following separator does not occur
                 # before its end. The last field may hold any value.
@@ -101,6 +102,25 @@ class Template(string.Formatter):
             raise ValueError(
                 f"{self.template!r}: {{{field}}} has a field in its format specifier."
             )
+
+
+def _why_no_key(value: Any) -> str:
+    """Return why the text of a value cannot be part of a key, or an empty text."""
+    what = ""
+    if value is None:
+        what = "None"
+    elif isinstance(value, models.Model) and not value._is_pk_set():  # type: ignore[attr-defined]
+        what = f"a {type(value).__name__} without a primary key"
+    if what:
+        return (
+            f"{what} in this call, so unrelated calls would have the same key. Save the"
+            " object first, or pass a function as the key."
+        )
+    if isinstance(value, (models.QuerySet, RawQuerySet, BaseManager)):
+        return f"a {type(value).__name__} in this call, {NO_NAME}"
+    if inspect.isroutine(value):
+        return f"{name_of(value)} itself in this call, {NO_NAME}"
+    return ""
 
 
 class KeyOfCall:

@@ -8,7 +8,9 @@ import functools
 import inspect
 import json
 import math
+from pathlib import Path
 from types import SimpleNamespace
+from uuid import UUID
 
 import pytest
 from asgiref.sync import sync_to_async
@@ -153,6 +155,52 @@ def test_calls_with_ambiguous_keys_are_refused_before_locking():
     work("b", "c:d")
     separated("a", ":b")
     assert calls == [("b", "c:d"), ("a", ":b")]
+
+
+def test_a_field_without_a_name_is_refused_before_locking():
+    """Its text is an address in memory, or depends on rows that were read.
+
+    A saved object, a class and a user's text are names.
+    """
+
+    class Plain:
+        pass
+
+    class Cart:
+        def __str__(self):
+            return "cart 7"
+
+        def number(self):
+            return 7
+
+    def build(order):
+        raise AssertionError
+
+    cart, plain = Cart(), Plain()
+    for template, order, what in (
+        ("order:{order}", plain, r"<.*Plain object at 0x\w+> in this call"),
+        ("order:{order!r}:x", plain, r"<.*Plain object at 0x\w+> in this call"),
+        ("order:{order}", [plain], r"\[<.*>\] in this call"),
+        ("order:{order.number}", cart, r".*Cart\.number\(\) itself"),
+        ("order:{order}", lambda: 7, r".*<lambda>\(\) itself"),
+        ("order:{order}", "a".upper, r"str\.upper\(\) itself"),
+        ("order:{order}", Counter.objects.all(), "a QuerySet"),
+        ("order:{order}", Counter.objects.raw("SELECT 1"), "a RawQuerySet"),
+        ("order:{order}", Counter.objects, "a Manager"),
+    ):
+        # A query would be an error in this test.
+        with pytest.raises(
+            ValueError, match=rf"\}} of .* is {what}.*Name an attribute"
+        ):
+            db_lock(template)(build)(order)
+    for order, key in (
+        (cart, "order:cart 7"),
+        ("<X object at 0x7f>", "order:<X object at 0x7f>"),
+        (Path("/a b"), "order:/a b"),
+        (UUID(int=7), f"order:{UUID(int=7)}"),
+        (Counter, f"order:{Counter}"),
+    ):
+        assert key_of("order:{region}", report, order) == key
 
 
 async def test_a_field_that_is_none_is_refused_before_locking():
