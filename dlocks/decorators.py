@@ -80,7 +80,7 @@ class LockDecorator(Generic[B]):
         return f"<LockDecorator {shown(self.key)} {policy}>"
 
     def lock(self, key: str) -> Lock:
-        """Return the lock of one call."""
+        """Return the lock of one call, or raise LockTimeout if it is busy anyway."""
         return Lock(key=key, **self.policy)
 
     async def alock(self, key: str) -> Lock:
@@ -117,9 +117,9 @@ class LockDecorator(Generic[B]):
     ) -> Callable[..., Any]:
         @functools.wraps(function)
         def locked(*args: Any, **kwargs: Any) -> Any:
-            lock, entered = self.lock(key_of(*args, **kwargs)), False
+            key, entered = key_of(*args, **kwargs), False
             try:
-                with lock as hold:
+                with self.lock(key) as hold:
                     entered = True
                     result = function(*args, **kwargs)
                     if inspect.iscoroutine(result):
@@ -134,7 +134,7 @@ class LockDecorator(Generic[B]):
                 # A LockTimeout from the function itself concerns another lock.
                 if entered or self.busy == "raise":
                     raise
-                return self._if_busy(error, lock, args, kwargs)
+                return self._if_busy(error, key, args, kwargs)
 
         return locked
 
@@ -150,28 +150,26 @@ class LockDecorator(Generic[B]):
                 key = await run_in_sync_thread(
                     functools.partial(key_of, *args, **kwargs)
                 )
-            lock, entered = await self.alock(key), False
+            entered = False
             try:
-                async with lock as hold:
+                async with await self.alock(key) as hold:
                     entered = True
                     result = await function(*args, **kwargs)
                     return _done(function, hold, result)
             except (LockTimeout, LockNotAwaitable) as error:
                 if entered or self.busy == "raise":
                     raise
-                result = self._if_busy(error, lock, args, kwargs)
+                result = self._if_busy(error, key, args, kwargs)
                 return await result if inspect.isawaitable(result) else result
 
         return locked
 
-    def _if_busy(self, error: Any, lock: Lock, args: Any, kwargs: Any) -> Any:
+    def _if_busy(self, error: Any, key: str, args: Any, kwargs: Any) -> Any:
         if self.busy == "skip":
             return None
         if not isinstance(error, LockTimeout):
             # The caller could not wait for the key.
-            error = LockTimeout(
-                str(error), key=lock.key, timeout=0.0, holder=error.holder
-            )
+            error = LockTimeout(str(error), key=key, timeout=0.0, holder=error.holder)
         return self.busy(error, *args, **kwargs)
 
     def _view_class(self, view_class: type) -> type:

@@ -42,6 +42,14 @@ class _OneRun(LockDecorator[None]):
     """
 
     def lock(self, key: str) -> Lock:
+        return _refuse_nested(self._lock(key))
+
+    async def alock(self, key: str) -> Lock:
+        # The caller's transaction, if any, belongs to the thread of
+        # ``sync_to_async()``.
+        return _refuse_nested(await run_in_sync_thread(partial(self._lock, key)))
+
+    def _lock(self, key: str) -> Lock:
         backend = backends[self.policy["using"]]
         policy = {**self.policy, "ttl": max(self.policy["min_hold"], backend.ttl)}
         if backend.in_transaction() and (
@@ -54,10 +62,17 @@ class _OneRun(LockDecorator[None]):
             policy["scope"] = "lease"
         return Lock(key=key, **policy)
 
-    async def alock(self, key: str) -> Lock:
-        # The caller's transaction, if any, belongs to the thread of
-        # ``sync_to_async()``.
-        return await run_in_sync_thread(partial(self.lock, key))
+
+def _refuse_nested(lock: Lock) -> Lock:
+    """Raise LockTimeout if this caller already holds the key of a job."""
+    if lock.held():
+        raise LockTimeout(
+            f"{lock.key!r} is already held by this caller.",
+            key=lock.key,
+            timeout=0.0,
+            holder=None,
+        )
+    return lock
 
 
 def run_once(
@@ -70,7 +85,8 @@ def run_once(
 ) -> LockDecorator[None]:
     """Run a scheduled job on one node although every node starts it.
 
-    The nodes start the job at about the same time. All but one return None at once.
+    The nodes start the job at about the same time. All but one return None at once. So
+    does a run that the job itself starts.
 
     ``min_hold`` is the time after a run's start in which no other run starts, in
     seconds or as a ``timedelta``. This holds even if the run finishes early, fails or
@@ -113,6 +129,11 @@ def run_once(
     )
 
 
+# The keys and tokens of the commands that run in this process. A command that calls
+# itself would enter its own hold.
+_runs: set[tuple[str, int]] = set()
+
+
 class SingleInstance(BaseCommand):
     """A mixin for management commands of which only one may run at a time.
 
@@ -121,8 +142,8 @@ class SingleInstance(BaseCommand):
     ``lock_key`` is the key. The default is ``command:`` and the command's name. Its
     fields are the command's options, as in ``"import:{supplier}"``. ``lock_policy`` has
     the options of ``db_lock()``. Without a ``timeout`` the command does not wait. While
-    the command runs, ``hold`` is its hold. If the command is running already,
-    CommandError is raised with exit status 75.
+    the command runs, ``hold`` is its hold. If the command is running already, also if
+    it calls itself, CommandError is raised with exit status 75.
     """
 
     lock_key: str | None = None
@@ -139,13 +160,24 @@ class SingleInstance(BaseCommand):
         return Lock(key=key, **{"timeout": 0, **self.lock_policy})
 
     def execute(self, *args: Any, **options: Any) -> str | None:
-        entered = False
+        before, entered = self.hold, False
         try:
             with self.get_lock(**options) as self.hold:
                 entered = True
-                # A command may run for as long as it likes.
-                self.hold.has_no_limit()
-                return super().execute(*args, **options)
+                run = self.hold.key, self.hold.token
+                if run in _runs:
+                    raise CommandError(
+                        f"This command is already running: {run[0]!r} is held by the"
+                        " run that calls it.",
+                        returncode=BUSY,
+                    )
+                _runs.add(run)
+                try:
+                    # A command may run for as long as it likes.
+                    self.hold.has_no_limit()
+                    return super().execute(*args, **options)
+                finally:
+                    _runs.discard(run)
         except LockTimeout as error:
             # A LockTimeout from the command itself concerns another lock.
             if entered:
@@ -154,4 +186,4 @@ class SingleInstance(BaseCommand):
                 f"This command is already running: {error}", returncode=BUSY
             ) from error
         finally:
-            self.hold = None
+            self.hold = before

@@ -5,6 +5,7 @@ The recipes are in docs/how-to/schedules.md.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import io
@@ -20,13 +21,19 @@ from pathlib import Path
 
 import pytest
 from asgiref.sync import async_to_sync, sync_to_async
-from django.core.management import CommandError, call_command, load_command_class
+from django.core.management import (
+    BaseCommand,
+    CommandError,
+    call_command,
+    load_command_class,
+)
 from django.db import transaction
 
 from dlocks import (
     LockBackendError,
     LockLost,
     LockTimeout,
+    SingleInstance,
     db_lock,
     lock_acquired,
     run_once,
@@ -107,6 +114,29 @@ async def test_a_clock_skew_below_min_hold_does_not_run_a_job_twice(
     with pytest.raises(KeyError):
         await fails()
     assert len(runs) == 2
+
+
+async def test_a_job_that_starts_itself_runs_once():
+    """The inner run returns None, and the outer one keeps the key."""
+    runs = []
+
+    @run_once("nightly:{region}", min_hold=60)
+    def job(region):
+        runs.append(region)
+        assert job(region) is None
+        return "done"
+
+    @run_once("weekly", min_hold=60)
+    async def coroutine():
+        runs.append("weekly")
+        assert await coroutine() is None
+        assert await asyncio.create_task(coroutine()) is None
+        return "done"
+
+    assert await sync_to_async(job)("north") == "done"
+    assert await coroutine() == "done"
+    assert runs == ["north", "weekly"]
+    assert await sync_to_async(job)("north") is await coroutine() is None
 
 
 @pytest.mark.engine("postgresql")
@@ -257,6 +287,33 @@ def test_a_command_runs_under_a_lock_of_its_own_name():
             call_command(command)
     assert caught.value.returncode == 75
     assert command.hold is None
+
+
+def test_a_command_that_calls_itself_exits_with_75(is_busy):
+    """The run that calls it goes on under its lock. A caller may hold the key itself.
+
+    A second instance is running, whether it is another object or the same one.
+    """
+    ran = []
+
+    class Command(SingleInstance, BaseCommand):
+        lock_key = "import"
+
+        def handle(self, *args, **options):
+            for again in (self, Command()):
+                with pytest.raises(CommandError, match="running: 'import'") as caught:
+                    call_command(again)
+                assert caught.value.returncode == 75
+            self.hold.check()
+            ran.append(self.hold)
+
+    call_command(Command())
+    with db_lock("import") as hold:
+        call_command(Command())
+        call_command(Command())
+        hold.check()
+    assert len(ran) == 3
+    assert not is_busy("import")
 
 
 def test_the_documented_command_locks_by_its_options(page):
