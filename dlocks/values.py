@@ -6,6 +6,7 @@ import math
 import os
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from threading import TIMEOUT_MAX
 from typing import Any, Literal, NamedTuple
 
 from dlocks.text import duration, shown_address, shown_holder
@@ -16,6 +17,12 @@ Scope = Literal["lease", "transaction"]
 Duration = float | timedelta
 
 KEY_LENGTH = 255
+
+# Ten years in seconds. A longer lease is a mistake, and this one is within the time
+# arithmetic of every engine.
+LONGEST = 10 * 365 * 86400.0
+# Seconds of the longest wait. Code for ``threading.Lock`` may pass this maximum.
+LONGEST_WAIT = max(LONGEST, TIMEOUT_MAX)
 
 # The permits of a shared claim without a limit.
 UNLIMITED = 2**31 - 1
@@ -203,7 +210,9 @@ class Kept(NamedTuple):
     shares: frozenset[int] = frozenset()
 
 
-def seconds(name: str, value: Any, *, above_zero: bool = False) -> float:
+def seconds(
+    name: str, value: Any, *, above_zero: bool = False, longest: float = LONGEST
+) -> float:
     """Return a number or ``timedelta`` as seconds, or raise an error with ``name``."""
     value = in_seconds(value)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -211,10 +220,10 @@ def seconds(name: str, value: Any, *, above_zero: bool = False) -> float:
             f"{name} must be a number of seconds or a timedelta, not"
             f" {type(value).__name__}"
         )
-    if not 0 <= value <= LONGEST or (above_zero and value == 0):
+    if not 0 <= value <= longest or (above_zero and value == 0):
         bound = "above 0" if above_zero else "0 or more"
         raise ValueError(
-            f"{name} must be {bound} and at most {LONGEST:.0f} seconds, not {value!r}"
+            f"{name} must be {bound} and at most {longest:.0f} seconds, not {value!r}"
         )
     return float(value)
 
@@ -238,8 +247,3 @@ def check_count(name: str, value: object, kind: str = "an int") -> None:
 def in_seconds(duration: Any) -> Any:
     """Return the seconds of a ``timedelta``, and any other value unchanged."""
     return duration.total_seconds() if isinstance(duration, timedelta) else duration
-
-
-# Ten years in seconds. A longer lease is a mistake, and this one is within the time
-# arithmetic of every engine.
-LONGEST = 10 * 365 * 86400.0

@@ -32,6 +32,7 @@ from dlocks.exceptions import LockBackendError
 from dlocks.runtime.connected import connection_of
 from dlocks.transactions import how_to_autocommit
 from dlocks.values import (
+    LONGEST_WAIT,
     Claim,
     Grant,
     Holder,
@@ -199,7 +200,9 @@ class Backend:
         self.inspector = Inspector(self)
         self._prefix = prefix
         self.ttl = seconds("ttl", ttl, above_zero=True)
-        self.timeout = None if timeout is None else seconds("timeout", timeout)
+        if timeout is not None:
+            timeout = seconds("timeout", timeout, longest=LONGEST_WAIT)
+        self.timeout = timeout
         self.grace = seconds("grace", grace)
         self.slow_wait = None if slow_wait is None else seconds("slow_wait", slow_wait)
         self.slow_hold = None if slow_hold is None else seconds("slow_hold", slow_hold)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from dlocks.backends.base import Backend
 from dlocks.conf import DEFAULT_ALIAS
-from dlocks.values import KEY_LENGTH, UNLIMITED, Scope, seconds
+from dlocks.values import KEY_LENGTH, LONGEST_WAIT, UNLIMITED, Scope, seconds
 
 
 class FromSettings:
@@ -49,7 +49,7 @@ class LockPolicy:
     def __post_init__(self) -> None:
         check_key(self.key)
         if not isinstance(self.timeout, FromSettings) and self.timeout is not None:
-            self._in_seconds("timeout")
+            self._in_seconds("timeout", longest=LONGEST_WAIT)
         if not isinstance(self.ttl, FromSettings):
             self._in_seconds("ttl", above_zero=True)
         if self.max_hold is not None:
@@ -90,10 +90,10 @@ class LockPolicy:
                     " thread without an event loop."
                 )
 
-    def _in_seconds(self, name: str, *, above_zero: bool = False) -> None:
+    def _in_seconds(self, name: str, **bounds: Any) -> None:
         """Check a duration, and replace a ``timedelta`` by its seconds."""
         value = getattr(self, name)
-        number = seconds(name, value, above_zero=above_zero)
+        number = seconds(name, value, **bounds)
         if isinstance(value, timedelta):
             object.__setattr__(self, name, number)
 

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
-from asgiref.sync import sync_to_async
+from asgiref.sync import async_to_sync, sync_to_async
 from django.core.management import call_command
 from django.db import connection, connections, transaction
 from django.test import override_settings
@@ -261,6 +261,29 @@ def test_an_invalid_policy_is_refused_before_any_query(django_assert_num_queries
             for keys in (("stock:7",), ("stock:7", "stock:8")):
                 with pytest.raises(error):
                     pytest.fail(f"{policy}: {db_lock(*keys, **policy)}")
+
+
+def test_the_longest_timeout_of_threading_is_a_wait(threads, until):
+    """Code for ``threading.Lock`` may pass it. A longer one is refused."""
+    longest = threading.TIMEOUT_MAX
+    lock = db_lock("stock:7", timeout=longest)
+
+    def take():
+        with lock as hold:
+            return hold.token
+
+    async def atake():
+        async with lock as hold:
+            return hold.token
+
+    with lock as mine:
+        waiters = [threads(take), threads(async_to_sync(atake))]
+        until(lambda: mine.queue_length() == 2)
+    for waiter in waiters:
+        waiter.join()
+        assert waiter.results[0] > mine.token
+    with pytest.raises(ValueError, match="timeout must be 0 or more and at most"):
+        db_lock("stock:7", timeout=2 * longest)
 
 
 @pytest.mark.front
