@@ -17,7 +17,7 @@ from django.db.utils import Error
 
 from dlocks.backends.base import Backend
 from dlocks.backends.database.backend import DatabaseBackend
-from dlocks.backends.database.connection import is_unmigrated
+from dlocks.backends.database.connection import how_to_migrate, is_unmigrated
 from dlocks.conf import DEFAULT_ALIAS, backends
 from dlocks.exceptions import LockBackendError
 from dlocks.values import seconds
@@ -83,8 +83,8 @@ class LockCommand(BaseCommand):
                 )
                 what = str(cause).partition("\n")[0]
                 raise CommandError(
-                    f"Database {backend.database!r} is not migrated ({what}). Run"
-                    f" 'manage.py migrate dlocks --database {backend.database}'."
+                    f"Database {backend.database!r} is not migrated ({what})."
+                    f" {how_to_migrate(backend.database)}"
                 ) from error
             raise CommandError(str(error)) from error
 

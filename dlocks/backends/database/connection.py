@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any
 
+from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import Error, InterfaceError, OperationalError
 
@@ -109,7 +110,7 @@ class DatabaseConnection:
             f" {type(error).__name__}: {error}"
         )
         if is_unmigrated(error):
-            what = f"{what.rstrip()}. {self._how_to_migrate}"
+            what = f"{what.rstrip()}. {how_to_migrate(self.database)}"
         elif "dialect" in vars(self) and self.dialect.is_read_only(error):
             what = (
                 f"{what.rstrip()}. The session cannot write:"
@@ -126,9 +127,18 @@ class DatabaseConnection:
             and (self.dialect.is_read_only(error) or self.dialect.is_denied(error))
         )
 
-    @property
-    def _how_to_migrate(self) -> str:
-        return f"Run 'manage.py migrate dlocks --database {self.database}'."
+
+def how_to_migrate(database: str) -> str:
+    """Return what to do about a missing table."""
+    name = str(connections[database].settings_dict["NAME"])
+    # A test database is shared by the threads of its process.
+    if name == ":memory:" or ("mode=memory" in name and "cache=shared" not in name):
+        return (
+            f"DATABASES[{database!r}] is in memory, where each thread has a database of"
+            " its own: only the thread that ran 'migrate' finds the table. Use a"
+            " database in a file."
+        )
+    return f"Run 'manage.py migrate dlocks --database {database}'."
 
 
 def is_unmigrated(error: BaseException) -> bool:

@@ -9,6 +9,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.utils.functional import cached_property
 
 from dlocks.backends.base import HEARTBEAT_TIMEOUT, UnstorableKeyError
+from dlocks.backends.database.connection import how_to_migrate
 from dlocks.backends.database.expiry import Observations
 from dlocks.backends.database.fragments import (
     FREE_BY_CLOCK,
@@ -107,7 +108,8 @@ class Statements(Sender, SQLiteLimits):
                 raise ImproperlyConfigured(refusal)
             failure = LockBackendError(
                 f"Database {self.database!r} is not migrated (no schema of its search"
-                f" path has {ResourceLock._meta.db_table!r}). {self._how_to_migrate}"
+                f" path has {ResourceLock._meta.db_table!r})."
+                f" {how_to_migrate(self.database)}"
             )
             failure.changed_nothing = True
             raise failure

@@ -205,6 +205,39 @@ def test_deferred_sqlite_transactions_cause_a_warning(monkeypatch):
     assert ids(check_settings()) == {"dlocks.W001"}
 
 
+@pytest.mark.engine("sqlite")
+def test_an_error_explains_why_a_thread_finds_no_table_in_memory(tmp_path):
+    """A migration would not help. The thread that migrated can acquire."""
+    code = """
+import threading
+from django.conf import settings
+database = {"ENGINE": "django.db.backends.sqlite3", "NAME": ":memory:"}
+settings.configure(INSTALLED_APPS=["dlocks"], DATABASES={"default": database})
+import django; django.setup()
+from django.core.management import call_command
+from dlocks import LockBackendError, db_lock
+call_command("migrate", verbosity=0)
+def acquire():
+    try:
+        with db_lock("stock:7", timeout=0):
+            print("acquired")
+    except LockBackendError as error:
+        print(error)
+acquire()
+thread = threading.Thread(target=acquire)
+thread.start()
+thread.join()
+"""
+    acquired, error = run_python("-c", code, cwd=tmp_path).stdout.splitlines()
+    assert acquired == "acquired"
+    assert "no such table" in error
+    assert error.endswith(
+        "DATABASES['default'] is in memory, where each thread has a database of its"
+        " own: only the thread that ran 'migrate' finds the table. Use a database in a"
+        " file."
+    )
+
+
 @pytest.mark.engine("postgresql", "mariadb")
 def test_a_higher_isolation_level_causes_a_warning(monkeypatch):
     levels = {None: False, 2: False, 3: True, 4: True}
