@@ -14,7 +14,16 @@ import types
 from collections.abc import Callable, Coroutine
 from dataclasses import fields
 from datetime import timedelta
-from typing import Any, Generic, Never, ParamSpec, TypeVar, Unpack, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Generic,
+    Never,
+    ParamSpec,
+    TypeVar,
+    Unpack,
+    overload,
+)
 
 from asgiref.sync import iscoroutinefunction
 from django.core.exceptions import SynchronousOnlyOperation
@@ -25,7 +34,7 @@ from django.views import View
 from dlocks import checks  # noqa: F401
 from dlocks.conf import DEFAULT_ALIAS
 from dlocks.core.lock import Lock, decorate_with
-from dlocks.core.options import VIEW, ViewOptions, refuse_unknown
+from dlocks.core.options import VIEW, ViewOptions, no_attribute, refuse_unknown
 from dlocks.core.policy import LockPolicy, changed_options, shown
 from dlocks.core.template import KeyOfCall, name_of
 from dlocks.exceptions import LockNotAwaitable, LockTimeout
@@ -78,6 +87,26 @@ class LockDecorator(Generic[B]):
     def __repr__(self) -> str:
         policy = f"busy={shown(self.busy)}{changed_options(self._example)}"
         return f"<LockDecorator {shown(self.key)} {policy}>"
+
+    if not TYPE_CHECKING:
+
+        def __enter__(self) -> Never:
+            raise TypeError(
+                "A lock with busy=… or with a function as the key is a decorator and no"
+                " context manager. In a with block, use db_lock(key), which raises"
+                " LockTimeout, or db_lock(key).try_acquire(), which returns None."
+            )
+
+        def __exit__(self, *exc: object) -> None:
+            """Do nothing: ``__enter__`` always raises."""
+
+        __aenter__, __aexit__ = __enter__, __exit__
+
+        def __getattr__(self, name: str) -> Never:
+            hint = None
+            if hasattr(Lock, name):
+                hint = "It is a decorator. Without busy=…, db_lock(key) returns a lock."
+            raise no_attribute(self, name, hint)
 
     def lock(self, key: str) -> Lock:
         """Return the lock of one call, or raise LockTimeout if it is busy anyway."""

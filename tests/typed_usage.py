@@ -114,6 +114,9 @@ def check_options() -> None:
         lambda: db_semaphore("a", 3, timout=3),  # type: ignore[call-arg]
         lambda: run_once("a", min_hold=1, timeout=3),  # type: ignore[call-arg]
         lambda: locked_view("a", timout=3),  # type: ignore[call-arg]
+        # So are the arguments of threading.Lock and redis-py.
+        lambda: db_lock("a").acquire(blocking=False),  # type: ignore[arg-type]
+        lambda: db_lock("a", "b").acquire(True, 5),  # type: ignore[arg-type]
     ):
         try:
             wrong()

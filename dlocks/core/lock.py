@@ -22,6 +22,7 @@ from dlocks.core.hold import (
     leave_entries,
     leave_interrupted,
 )
+from dlocks.core.options import METHODS, no_attribute, refuse_arguments
 from dlocks.core.policy import LockPolicy, check_key
 from dlocks.exceptions import LockTimeout
 from dlocks.runtime.coroutines import (
@@ -37,18 +38,6 @@ from dlocks.values import Holder
 F = TypeVar("F", bound=Callable[..., Any])
 
 AWAIT = "'async with', or 'await lock.aacquire()'"
-
-# Names that locks of other libraries have, and that the hold has here.
-OF_THE_HOLD = {
-    "renew",
-    "arenew",
-    "check",
-    "acheck",
-    "remaining",
-    "token",
-    "owner",
-    "atomic",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -69,11 +58,14 @@ class Lock(LockPolicy):
             object.__setattr__(self, one.name, value)
         object.__setattr__(self, "_blocks", Blocks())
 
-    def acquire(self) -> Hold:
+    def acquire(self, *args: Never, **options: Never) -> Hold:
         """Wait for the key up to ``timeout``, and return the hold.
 
-        Raise LockTimeout when the key is still not free.
+        Raise LockTimeout when the key is still not free. There are no arguments: the
+        lock has the options.
         """
+        if args or options:
+            refuse_arguments("acquire", "try_acquire")
         refuse_in_a_coroutine(AWAIT)
         acquisition = Acquisition(
             self, current_caller(), ThreadWakeup(), releasable=True
@@ -157,7 +149,9 @@ class Lock(LockPolicy):
     # The same methods for coroutines. Each step runs in Django's sync thread, and the
     # coroutine waits.
 
-    async def aacquire(self) -> Hold:
+    async def aacquire(self, *args: Never, **options: Never) -> Hold:
+        if args or options:
+            refuse_arguments("aacquire", "atry_acquire")
         return await self._aacquire(releasable=True)
 
     async def atry_acquire(self) -> Hold | None:
@@ -206,16 +200,7 @@ class Lock(LockPolicy):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Never:
-            hint = (
-                ". The hold has it, which acquire() and 'with … as' return"
-                if name in OF_THE_HOLD
-                else ""
-            )
-            raise AttributeError(
-                f"{type(self).__name__!r} object has no attribute {name!r}{hint}",
-                name=name,
-                obj=self,
-            )
+            raise no_attribute(self, name, METHODS.get(name))
 
     def _key_of_tenant(self) -> str | None:
         """Return the first full key, or None if the prefix is fixed or not known."""
@@ -285,10 +270,10 @@ class MultiLock(Lock):
     # These return the hold of several keys. Type checkers need to know.
     if TYPE_CHECKING:
 
-        def acquire(self) -> MultiHold: ...
+        def acquire(self, *args: Never, **options: Never) -> MultiHold: ...
         def try_acquire(self) -> MultiHold | None: ...
         def __enter__(self) -> MultiHold: ...
-        async def aacquire(self) -> MultiHold: ...
+        async def aacquire(self, *args: Never, **options: Never) -> MultiHold: ...
         async def atry_acquire(self) -> MultiHold | None: ...
         async def __aenter__(self) -> MultiHold: ...
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, Never, TypedDict
 
 from dlocks.values import Duration, Scope
 
@@ -63,9 +63,59 @@ HINTS = {
         ("block", "blocking", "nowait", "wait"),
         "For a lock that does not wait, use timeout=0.",
     ),
+    **dict.fromkeys(
+        ("blocking_timeout", "wait_time"), "To set how long to wait, use timeout=…."
+    ),
+    **dict.fromkeys(
+        ("expire", "auto_release_time", "lease_time"),
+        "To set how long the key stays taken after a crash, use ttl=….",
+    ),
+    **dict.fromkeys(
+        ("side_effect", "suppress_acquisition_exceptions"),
+        "To skip the work while the key is held, use busy='skip' in a decorator, or"
+        " try_acquire().",
+    ),
+    "auto_renewal": "A lease is renewed in the background, unless renew=False.",
+    "id": "Each hold has a random owner, and hold.detach() passes it on as text.",
     "permits": "For a semaphore, use db_semaphore(key, permits).",
+    "raise_on_release_error": "The end of a block raises LockLost if it was lost.",
     "shared": "For a read lock, use db_rwlock(key).read().",
+    "sleep": "There is no interval, because waiters are notified.",
+    "thread_local": "Any thread may use a hold that it is given, in a with block.",
+    "xact": "A lock that is acquired inside atomic() is part of the transaction.",
 }
+
+# What to use instead of the methods of other libraries' locks.
+METHODS = {
+    **dict.fromkeys(
+        ("arenew", "check", "acheck", "remaining", "token", "owner", "atomic"),
+        "The hold has it, which acquire() and 'with … as' return.",
+    ),
+    **dict.fromkeys(
+        ("extend", "reacquire"),
+        "A lease is renewed in the background, or, with renew=False, by hold.renew().",
+    ),
+    "owned": "Use lock.held(), or hold.check(), which asks the backend.",
+    "get_owner_id": "Use lock.holder().",
+    "reset": "Use 'manage.py clear_lock'.",
+    "contenders": "Use hold.queue_length(), or 'manage.py list_locks --waiting'.",
+    "start": "Use lock.acquire().",
+    "stop": "Use lock.release().",
+}
+
+
+def no_attribute(obj: object, name: str, hint: str | None) -> AttributeError:
+    """Return the error for an attribute that an object does not have."""
+    text = f"{type(obj).__name__!r} object has no attribute {name!r}"
+    return AttributeError(f"{text}. {hint}" if hint else text, name=name, obj=obj)
+
+
+def refuse_arguments(method: str, without_wait: str) -> Never:
+    """Raise TypeError for arguments of ``acquire()``, as those of other locks."""
+    raise TypeError(
+        f"{method}() has no arguments: the wait is an option of the lock, as in"
+        f" db_lock(key, timeout=5), and {without_wait}() does not wait."
+    )
 
 
 def refuse_unknown(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Never
+from typing import TYPE_CHECKING, Never
 
 from dlocks.core.lock import Lock
+from dlocks.core.options import no_attribute
 from dlocks.core.policy import changed_options
 
 
@@ -40,6 +41,15 @@ class ReadWriteLock:
 
     def __exit__(self, *exc: object) -> None:
         """Do nothing: ``__enter__`` always raises."""
+
+    if not TYPE_CHECKING:
+        __aenter__, __aexit__ = __enter__, __exit__
+
+        def __getattr__(self, name: str) -> Never:
+            hint = None
+            if hasattr(Lock, name):
+                hint = f"Use read().{name} or write().{name}, of one of its two locks."
+            raise no_attribute(self, name, hint)
 
     def __call__(self, function: object) -> Never:
         raise TypeError(

@@ -67,7 +67,7 @@ def test_an_unknown_option_is_refused_before_any_query(django_assert_num_queries
         )
         for wrong, right in (
             ("timout", "timeout"),
-            ("blocking_timeout", "timeout"),
+            ("timeouts", "timeout"),
             ("max_holds", "max_hold"),
             ("reentrent", "reentrant"),
             ("onlost", "on_lost"),
@@ -85,6 +85,102 @@ def test_an_unknown_option_is_refused_before_any_query(django_assert_num_queries
         assert "of several keys has no option 'timout'. Did" in refused(
             "a", "b", timout=3
         )
+
+
+@pytest.mark.django_db
+def test_options_of_other_locks_say_what_to_use(django_assert_num_queries):
+    """They are those of redis-py, python-redis-lock, django-pglock and others."""
+    functions = db_lock, db_rwlock, functools.partial(db_semaphore, permits=3)
+    for option, hint in (
+        ("blocking_timeout", "To set how long to wait, use timeout=…."),
+        ("expire", "To set how long the key stays taken after a crash, use ttl=…."),
+        ("auto_renewal", "A lease is renewed in the background, unless renew=False."),
+        ("xact", "A lock that is acquired inside atomic() is part of the transaction."),
+        ("side_effect", "To skip the work while the key is held, use busy='skip'"),
+        ("suppress_acquisition_exceptions", "To skip the work while the key is held"),
+        ("sleep", "There is no interval, because waiters are notified."),
+        ("thread_local", "Any thread may use a hold that it is given"),
+        ("raise_on_release_error", "The end of a block raises LockLost"),
+        ("id", "Each hold has a random owner, and hold.detach() passes it on"),
+    ):
+        for function in functions:
+            with django_assert_num_queries(0), pytest.raises(TypeError) as raised:
+                function("a", **{option: 3})
+            message = str(raised.value)
+            assert f" has no option {option!r}. Options: timeout, " in message
+            assert f", using. {hint}" in message
+
+
+@pytest.mark.django_db
+def test_methods_of_other_locks_say_what_to_use(django_assert_num_queries):
+    """So does ``acquire()`` with the arguments of ``threading.Lock`` or redis-py."""
+    for lock in (db_lock("a"), db_lock("a", "b"), db_semaphore("a", 3)):
+        for method, hint in (
+            ("check", r"The hold has it, which acquire\(\) and 'with … as' return"),
+            (
+                "extend",
+                r"renewed in the background, or, with renew=False, by hold\.ren",
+            ),
+            ("reacquire", r"renewed in the background"),
+            ("owned", r"Use lock\.held\(\), or hold\.check\(\)"),
+            ("get_owner_id", r"Use lock\.holder\(\)"),
+            ("contenders", r"Use hold\.queue_length\(\)"),
+            ("reset", "Use 'manage.py clear_lock'"),
+            ("start", r"Use lock\.acquire\(\)"),
+        ):
+            with pytest.raises(
+                AttributeError, match=f"no attribute '{method}'. .*{hint}"
+            ):
+                getattr(lock, method)
+        for args, options in (
+            ((False,), {}),
+            ((True, 5), {}),
+            ((), {"timeout": 5}),
+            ((), {"blocking": False}),
+        ):
+            with (
+                django_assert_num_queries(0),
+                pytest.raises(
+                    TypeError, match=r"db_lock\(key, timeout=5\), and try_acq"
+                ),
+            ):
+                lock.acquire(*args, **options)
+            with pytest.raises(
+                TypeError, match=r"timeout=5\), and atry_acquire\(\) does"
+            ):
+                asyncio.run(lock.aacquire(*args, **options))
+
+
+def test_a_decorator_and_a_read_write_lock_say_how_to_acquire():
+    """This holds for coroutines too. Other attributes are only missing."""
+
+    async def enter(lock):
+        async with lock:
+            raise AssertionError
+
+    rwlock = db_rwlock("a")
+    for decorator in (
+        db_lock("a", busy="skip"),
+        db_lock(lambda: "a"),
+        run_once("a", min_hold=1),
+    ):
+        for block in (decorator.__enter__, lambda it=decorator: asyncio.run(enter(it))):
+            with pytest.raises(TypeError, match=r"a decorator .*\.try_acquire\(\)"):
+                block()
+        with pytest.raises(AttributeError, match="'acquire'. It is a decorator. With"):
+            decorator.acquire()
+        with pytest.raises(AttributeError, match="'colour'$"):
+            assert decorator.colour
+    for block in (rwlock.__enter__, lambda: asyncio.run(enter(rwlock))):
+        with pytest.raises(TypeError, match=r"cannot be entered itself"):
+            block()
+    for method in ("acquire", "aacquire", "release", "locked"):
+        hint = rf"Use read\(\)\.{method} or write\(\)\.{method}, of one"
+        with pytest.raises(AttributeError, match=hint):
+            getattr(rwlock, method)
+    with pytest.raises(AttributeError, match="'colour'$"):
+        assert rwlock.colour
+    assert copy.deepcopy(rwlock) == rwlock
 
 
 def test_shared_locks_refuse_unknown_options():

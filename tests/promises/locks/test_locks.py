@@ -303,8 +303,8 @@ def test_a_lock_holds_nothing_and_can_be_shared():
                 ):
                     lock.check()
             assert not hold.held
-        with pytest.raises(AttributeError, match="'extend'$"):
-            lock.extend(5)
+        with pytest.raises(AttributeError, match="'expand'$"):
+            lock.expand(5)
 
 
 # The row.
