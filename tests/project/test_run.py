@@ -159,9 +159,12 @@ def test_an_interrupted_run_leaves_no_files(suite, tmp_path, number, until):
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.run", "postgresql", "--", "test_it.py"]
     )
-    until((tmp_path / "files").exists, 60)
-    directory = Path((tmp_path / "files").read_text())
-    assert list(directory.glob("dlocks-postgresql-*"))
-    process.send_signal(number)
-    assert process.wait(60) == 128 + number
+    try:
+        until((tmp_path / "files").exists, 60)
+        directory = Path((tmp_path / "files").read_text())
+        assert list(directory.glob("dlocks-postgresql-*"))
+    finally:
+        process.send_signal(number)
+        status = process.wait(60)
+    assert status == 128 + number
     assert not directory.exists()
