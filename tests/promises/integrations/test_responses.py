@@ -331,6 +331,17 @@ class TestStreams:
         thread.join()
         until(lambda: frozen_lock_clock.tick(1) or not is_busy(KEY))
 
+    def test_each_stream_uses_a_shared_hold_for_itself(self, is_busy):
+        """Neither a release nor the end of another stream ends its use."""
+        with db_lock(KEY) as hold:
+            first, second = stream(REQUEST), stream(REQUEST)
+            hold.release()
+            first.close()
+            first.close()
+        assert is_busy(KEY)
+        second.close()
+        assert not is_busy(KEY)
+
     def test_a_stream_outlives_the_block_around_its_view(self, is_busy):
         """A block around the view and the stream do not end each other's hold."""
         with db_lock(KEY):
