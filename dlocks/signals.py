@@ -2,9 +2,9 @@
 
 ``lock_acquired``, ``lock_released``, ``lock_lost`` and ``lock_detached`` carry
 ``hold``. ``lock_timeout`` carries ``lock``, ``holder`` and ``waited``. Entering a hold
-again, and leaving that entry, sends no signal. An exception of a receiver is logged and
-does not reach the caller. One that a signal handler raises meanwhile, such as Celery's
-soft time limit, does. ``lock_lost`` may be sent from a background thread.
+again, and leaving that entry, sends no signal. An ``Exception`` of a receiver is logged
+and does not reach the caller. One that a signal handler raises meanwhile, such as
+Celery's soft time limit, does. ``lock_lost`` may be sent from a background thread.
 """
 
 from __future__ import annotations
@@ -54,6 +54,9 @@ def is_interrupt(error: BaseException) -> bool:
 
     Python calls a signal handler, like a tracer, with the frame of the code that it
     interrupts. Hardly any other function has its own caller's frame as an argument.
+
+    An error of ``PyThreadState_SetAsyncExc()`` leaves no such trace. It has the
+    traceback of an error that a function in C has raised by itself.
     """
     caller, traceback = None, error.__traceback__
     while traceback is not None:

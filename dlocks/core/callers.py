@@ -113,7 +113,7 @@ def _entries_of(own: OfCaller) -> list[Entry]:
 
 
 def add(entry: Entry) -> None:
-    """Note the use of a hold, which stays alive meanwhile."""
+    """Record the use of a hold, which stays alive meanwhile."""
     caller, place = entry.caller, entry.hold.place
     with _mutex:
         own = _by_caller.get(caller)
@@ -171,7 +171,7 @@ def _forget_released(own: OfCaller, key: str) -> None:
 
 
 def add_acquired(caller: Caller, acquired: Acquired) -> None:
-    """Note what ``acquire()`` returns, for ``lock.release()``."""
+    """Record what ``acquire()`` returns, for ``lock.release()``."""
     key = acquired.lock.key
     for entry in acquired.entries:
         entry.acquired_by = key
@@ -418,18 +418,14 @@ _tasks: ContextVar[frozenset[weakref.ref[Any]]] = ContextVar(
 )
 
 
-def note_context(task: Any) -> None:
-    """Note that this context, and those that are copied from it, are of a task."""
-    others = [one for one in _tasks.get() if not _is_done(one())]
-    _tasks.set(frozenset([*others, weakref.ref(task)]))
-
-
-def _is_done(task: Any) -> bool:
-    return task is None or task.done()
+def record_context(task: Any) -> None:
+    """Record that this context, and those that are copied from it, are of a task."""
+    running = [one for one in _tasks.get() if (other := one()) and not other.done()]
+    _tasks.set(frozenset([*running, weakref.ref(task)]))
 
 
 def acts_for(caller: Any) -> bool:
-    """Return whether this is one of a caller's own calls, or that caller is over.
+    """Return whether this is one of a caller's own calls, or that caller is done.
 
     The calls of a task run in any thread, as by ``sync_to_async()``, and in tasks that
     it starts, as by ``asyncio.wait_for()``. Both have a copy of its context.

@@ -12,13 +12,20 @@ from dlocks.core import callers
 from dlocks.core.holder import own_holder_name
 from dlocks.core.life import Entry, Phase, Reason
 from dlocks.core.policy import shown
-from dlocks.exceptions import LockBackendError, LockDeadlock, LockLost, LockTimeout
+from dlocks.exceptions import (
+    LockBackendError,
+    LockDeadlock,
+    LockError,
+    LockLost,
+    LockTimeout,
+)
 from dlocks.runtime import clock
 from dlocks.runtime.deadlocks import described
 from dlocks.runtime.jobs import GONE
 from dlocks.runtime.keeper import OUTSIDE_TIMEOUT, keeper
 from dlocks.runtime.requests import request
-from dlocks.signals import is_interrupt, send_timed_out
+from dlocks.runtime.threads import PythonIsExitingError
+from dlocks.signals import send_timed_out
 from dlocks.text import duration, permits_taken, shown_holder
 from dlocks.values import UNLIMITED, Holder
 
@@ -107,9 +114,7 @@ def why_gone(hold: Any) -> str:
     try:
         outside = backend.in_transaction() and backend.refusal(hold.claim) is None
         fact = keeper.run(ask, backend, timeout=OUTSIDE_TIMEOUT) if outside else ask()
-    except Exception as error:
-        if is_interrupt(error):
-            raise
+    except (LockError, PythonIsExitingError):
         # The loss is certain, and it is what matters.
         logger.debug("The new holder of %r is not known", hold.lock.key, exc_info=True)
         fact = None

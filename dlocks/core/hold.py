@@ -287,8 +287,8 @@ class Hold:
     def _begin_block(self, frame: FrameType | None) -> None:
         caller = current_caller()
         if hasattr(caller, "get_loop"):
-            callers.note_context(caller)
-        # Noted before its use, so that an interrupt leaves each entry.
+            callers.record_context(caller)
+        # Recorded before its use, so that an interrupt leaves each entry.
         used: list[tuple[Entry, list[Entry | None]]] = []
         entries: list[Entry] = []
         block = None

@@ -180,7 +180,7 @@ class Lock(LockPolicy):
         )
 
     async def __aenter__(self) -> Hold:
-        callers.note_context(current_caller())
+        callers.record_context(current_caller())
         # The coroutine or the generator that awaits this.
         return await self._aacquire(frame_id=frame_id_of(sys._getframe().f_back))
 

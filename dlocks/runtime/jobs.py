@@ -223,5 +223,10 @@ class Workers:
             else:
                 lost.append(hold)
         for number, hold in enumerate(lost):
+            why = GONE
             # After a long pause there may be many, and other holds wait.
-            hold.lose(hold.why_gone() if number < EXPLAINED_LIMIT else GONE)
+            if number < EXPLAINED_LIMIT:
+                # The loss is certain, and it is what matters.
+                with suppress(Exception):
+                    why = hold.why_gone()
+            hold.lose(why)

@@ -175,6 +175,34 @@ class WithBrokenInspector(PessimisticBackend):
         self.inspector = BrokenInspector(self)
 
 
+class TimeLimitError(Exception):
+    """A time limit that strikes a thread asynchronously, like that of RQ's timer."""
+
+
+class InterruptedInspector(Inspector):
+    def taken_by(self, claim, token, age):
+        raise TimeLimitError
+
+
+class WithInterruptedInspector(PessimisticBackend):
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.inspector = InterruptedInspector(self)
+
+
+@COMMITS
+def test_a_time_limit_during_the_explanation_reaches_the_caller(settings, is_busy):
+    """It is raised instead of LockLost, which the release then raises."""
+    settings.DLOCKS = {"default": {"BACKEND": f"{__name__}.WithInterruptedInspector"}}
+    hold = db_lock("stock:7").acquire()
+    clear("stock:7")
+    with pytest.raises(TimeLimitError):
+        hold.check()
+    with pytest.raises(LockLost):
+        hold.release()
+    assert not is_busy("stock:7")
+
+
 @pytest.mark.engine("sqlite", "postgresql")
 @COMMITS
 def test_a_failed_explanation_does_not_hide_the_loss(settings):
