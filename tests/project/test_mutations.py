@@ -67,7 +67,7 @@ def test_the_tests_that_catch_a_mistake_exist():
             text = read(mutations.ROOT / file)
             *classes, name = names
             for kind in classes:
-                assert re.search(rf"^class {kind}\(", text, re.MULTILINE), test
+                assert re.search(rf"^class {kind}[(:]", text, re.MULTILINE), test
             assert f"def {name}(" in (text + shared if classes else text), test
 
 
