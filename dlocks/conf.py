@@ -12,6 +12,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.core.signals import setting_changed
 from django.db import connections
 from django.utils.module_loading import import_string
+from django.views.decorators.debug import sensitive_variables
 
 from dlocks.backends.base import Backend, Runtime
 from dlocks.runtime.keeper import OUTSIDE_TIMEOUT, keeper
@@ -78,6 +79,8 @@ class BackendHandler:
         # A backend that another thread is creating does not get in here.
         self._backends = {}
 
+    # The options may contain a password, which an error must not show.
+    @sensitive_variables()
     def _make(self, alias: str) -> Backend:
         if alias not in self.settings:
             raise ImproperlyConfigured(

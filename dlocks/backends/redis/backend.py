@@ -1,9 +1,16 @@
 """The Redis backend, for one server, a cluster, or Sentinels.
 
-A key's value in Redis is the owner of its hold, and it has a time to live. Each step is
-one script inside Redis, which compares the owner first (see ``scripts``). The queue is
-in Redis as well. The script that releases a key also grants it to the first waiter, and
-notifies the channel of its process.
+1. A claim acquires a key by writing its owner as the key's value, unless there is one.
+   The value has a time to live of the ttl and the grace.
+2. A renewal, a release and a handover first compare the owner. Each of these steps is
+   one script inside Redis (``scripts``).
+3. A claim whose key is held joins a queue in Redis, and sends heartbeats.
+4. The script that releases a key writes the owner of the first live waiter as its
+   value, and notifies the channel of that waiter's process.
+5. Each grant has a larger token than the last one, which Redis remembers for a day. A
+   token is also not smaller than the server's clock in microseconds.
+6. A cancelled claim is remembered for a minute, so a delayed request of it has no
+   effect. Every request may therefore be sent again.
 
 Redis may lose data. After a restart without its data, or a failover to a replica that
 lagged, another caller can acquire a key that is held. Tokens then grow only as far as
@@ -15,10 +22,13 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, ClassVar
 from urllib.parse import unquote
+
+from django.views.decorators.debug import sensitive_variables
 
 try:
     import redis
@@ -27,15 +37,14 @@ except ImportError as error:
         "redis-py is not installed: pip install 'dlocks[redis]'"
     ) from error
 
-from dlocks.backends.base import HANDOVER_LEASE
+from dlocks.backends.base import HANDOVER_LEASE, Backend
 from dlocks.backends.redis import scripts
-from dlocks.backends.redis.connection import Address
-from dlocks.backends.redis.notifier import RedisNotifier
+from dlocks.backends.redis.client import Address, client_of, factory_at
 from dlocks.backends.redis.requests import (
-    RedisRequests,
+    RedisNotifier,
+    Requests,
     milliseconds,
     name_of,
-    redis_backends,
 )
 from dlocks.exceptions import LockBackendError, LockStale
 from dlocks.values import Claim, Grant, Holder, Ticket, seconds
@@ -43,14 +52,19 @@ from dlocks.values import Claim, Grant, Holder, Ticket, seconds
 logger = logging.getLogger("dlocks")
 
 MICROSECONDS = 1_000_000
+LOCAL = "redis://localhost:6379/0"
 
 
-class RedisBackend(RedisRequests):
+class RedisBackend(Backend):
     """A backend that keeps locks in Redis.
 
-    ``url`` is ``redis://user:password@host:port/database``, ``rediss://`` for TLS, or
-    ``unix://``. With ``cluster=True`` it is one node of a cluster. With ``sentinels``,
-    a list of their URLs, its host is the name under which they know the master.
+    ``url`` is ``redis://host:port/database``, ``rediss://`` for TLS, or ``unix://``.
+    ``username`` and ``password`` may also be part of it. With ``cluster=True`` it is
+    one node of a cluster. With ``sentinels``, a list of their URLs, its host is the
+    name under which they know the master.
+
+    ``client`` replaces these options. It is the dotted path of a function that passes
+    its keyword arguments on to a client of redis-py, and returns that client.
 
     Connecting and each reply may take ``socket_timeout`` seconds. Nothing is granted in
     the first ``settle`` seconds after Redis has started. If Redis forgets its data at a
@@ -62,13 +76,18 @@ class RedisBackend(RedisRequests):
     supports_fencing: ClassVar[bool] = False
     unlisted = ""
 
+    # Errors must not show the password.
+    @sensitive_variables()
     def __init__(
         self,
         alias: str,
         *,
-        url: str = "redis://localhost:6379/0",
+        url: str = LOCAL,
+        username: str | None = None,
+        password: str | None = None,
         cluster: bool = False,
         sentinels: Sequence[str] = (),
+        client: str | None = None,
         socket_timeout: float = 2.0,
         settle: float = 0.0,
         **options: Any,
@@ -82,31 +101,54 @@ class RedisBackend(RedisRequests):
             raise TypeError("sentinels must be a list of URLs")
         if cluster and sentinels:
             raise ValueError("cluster and sentinels cannot be combined")
-        self._address = Address("url", url)
-        if (cluster or sentinels) and "path" in self._address.keywords:
-            raise ValueError(
-                "url must name a host, not a socket, with cluster or sentinels"
-            )
-        if cluster and self._address.keywords.get("db"):
-            raise ValueError("A cluster has only database 0")
-        self._sentinels = [Address("sentinels", sentinel) for sentinel in sentinels]
-        self._cluster = cluster
-        self.socket_timeout = seconds("socket_timeout", socket_timeout, above_zero=True)
+        for name, value in (("username", username), ("password", password)):
+            if not isinstance(value, str | None):
+                raise TypeError(f"{name} must be a string")
+        timeout = seconds("socket_timeout", socket_timeout, above_zero=True)
+        self.socket_timeout = timeout
         self.settle = seconds("settle", settle)
-        self._reset()
-        redis_backends.add(self)
+        address = Address("url", url, username, password)
+        watched = [Address("sentinels", sentinel) for sentinel in sentinels]
+        make: Callable[..., Any] = partial(
+            client_of, address, cluster=cluster, sentinels=watched
+        )
+        # Sentinels usually call their master "mymaster", so they are included.
+        self._identity = " ".join(["redis", str(address), *sorted(map(str, watched))])
+        self._where = f"Redis at {address}"
+        if client is not None:
+            if any((url != LOCAL, username, password, cluster, sentinels)):
+                raise ValueError("client replaces the options that name a server")
+            make = factory_at(client)
+            self._identity = self._where = f"Redis of {client}"
+        elif cluster or sentinels:
+            if address.scheme == "unix":
+                raise ValueError("url must name a host with cluster or sentinels")
+            if cluster and address.database:
+                raise ValueError("A cluster has only database 0")
+            self._where = (
+                f"the Redis cluster at {address}"
+                if cluster
+                else f"Redis at {address.host!r} of the Sentinels"
+            )
+        self._requests = Requests(
+            f"DLOCKS[{alias!r}]: a request to {self._where}",
+            partial(make, timeout=timeout),
+            milliseconds(self.grace) if self.grace else 0,
+            self.settle,
+        )
 
     @property
     def identity(self) -> str:
-        # Sentinels usually call their master "mymaster", so they are included.
-        return " ".join(
-            ["redis", str(self._address), *sorted(map(str, self._sentinels))]
-        )
+        return self._identity
+
+    def _read(self, script: scripts.Script, key: str) -> Any:
+        claim = Claim(key=key, ttl=0.0, owner="")
+        return self._requests.run_all(script, [(claim, ())])[0]
 
     # The backend interface.
 
     def acquire(self, claim: Claim) -> Grant | None:
-        answer = self._run(
+        answer = self._requests.run(
             scripts.ACQUIRE,
             claim,
             milliseconds(claim.ttl),
@@ -121,17 +163,15 @@ class RedisBackend(RedisRequests):
             raise LockStale(key=claim.key, holder=self.holder(claim.key))
         if answer == "young":
             raise LockBackendError(
-                f"DLOCKS[{self.alias!r}]: Redis at {self._address} started less than"
+                f"DLOCKS[{self.alias!r}]: {self._where} started less than"
                 f" {self.settle:g} s ago and may have lost its locks. Retry later."
             )
         token, takeover = answer
         return Grant(int(token), takeover=bool(takeover))
 
     def renew(self, claims: Sequence[Claim]) -> Mapping[str, float]:
-        calls = [
-            (claim.key, claim.owner, (milliseconds(claim.ttl),)) for claim in claims
-        ]
-        answers = self._run_all(scripts.RENEW, calls)
+        calls = [(claim, (milliseconds(claim.ttl),)) for claim in claims]
+        answers = self._requests.run_all(scripts.RENEW, calls)
         left = {}
         for claim, answer in zip(claims, answers, strict=True):
             if answer:
@@ -147,25 +187,29 @@ class RedisBackend(RedisRequests):
         return left
 
     def verify(self, claims: Sequence[Claim], count: int | None = None) -> bool:
-        return count is not None and bool(self._run(scripts.VERIFY, claims[0], count))
+        return count is not None and bool(
+            self._requests.run(scripts.VERIFY, claims[0], count)
+        )
 
     def release(self, claim: Claim, *, failed: bool = False, keep: float = 0.0) -> bool:
         arguments = "F" if failed else "S", milliseconds(keep) if keep else 0
         sent: list[Any] = []
-        released = bool(self._run(scripts.RELEASE, claim, *arguments, sent=sent))
+        released = bool(
+            self._requests.run(scripts.RELEASE, claim, *arguments, sent=sent)
+        )
         # The reply to the first request was lost. It may have released the key, which
         # another claim may hold by now.
         return released or len(sent) > 1
 
     def exchange(self, claim: Claim, successor: Claim) -> Grant | None:
         ttl, ip = milliseconds(successor.ttl), successor.owner_ip or ""
-        token = self._run(
+        token = self._requests.run(
             scripts.EXCHANGE, claim, successor.owner, ttl, successor.holder, ip
         )
         return None if token is None else Grant(int(token))
 
     def holder(self, key: str) -> Holder | None:
-        (row,) = self._run_all(scripts.HOLDER, [(key, "", ())])
+        row = self._read(scripts.HOLDER, key)
         if row is None:
             return None
         holder, ip, since, token, count, left, status = row
@@ -187,14 +231,18 @@ class RedisBackend(RedisRequests):
 
     def keys(self) -> list[str]:
         # Only the name of a lock, which exists while it is held, ends with the tag.
-        names = self._request(lambda client: {*client.scan_iter(name_of("*"), 1000)})
+        names = self._requests.request(
+            lambda client: {*client.scan_iter(name_of("*"), 1000)}
+        )
         prefix, keys = self.prefix, (unquote(name[8:-1]) for name in names)
         return [key for key in keys if key.startswith(prefix)]
 
+    @sensitive_variables()
     def clear(self, key: str, version: int, *, stale_only: bool = False) -> bool:
         name, fields = name_of(key), ("token", "owner")
-        owner = self._request(lambda client: client.get(name))
-        token, last = self._request(lambda client: client.hmget(f"{name}:last", fields))
+        ask = self._requests.request
+        owner = ask(lambda client: client.get(name))
+        token, last = ask(lambda client: client.hmget(f"{name}:last", fields))
         # Only the hold of this owner is released.
         claim = Claim(key=key, ttl=0.0, owner=last if owner is None else owner)
         return token == str(version) and self.release(claim, failed=True)
@@ -213,7 +261,7 @@ class RedisBackend(RedisRequests):
             "channel": channel,
         }
         at = "" if position is None else position
-        number = self._run(scripts.QUEUE, claim, json.dumps(waits), at)
+        number = self._requests.run(scripts.QUEUE, claim, json.dumps(waits), at)
         if number == "ask":
             return Ticket(must_retry=True)
         return Ticket(position=int(number))
@@ -221,8 +269,8 @@ class RedisBackend(RedisRequests):
     def poll(
         self, claims: Sequence[Claim], *, heartbeat: bool = True
     ) -> Mapping[str, Ticket]:
-        calls = [(claim.key, claim.owner, (int(heartbeat),)) for claim in claims]
-        answers = self._run_all(scripts.LOOK, calls)
+        calls = [(claim, (int(heartbeat),)) for claim in claims]
+        answers = self._requests.run_all(scripts.LOOK, calls)
         return {
             claim.owner: (
                 Ticket(ahead=1) if isinstance(found, Exception) else _ticket(found)
@@ -232,12 +280,11 @@ class RedisBackend(RedisRequests):
         }
 
     def waiting(self, key: str) -> int:
-        return int(self._run_all(scripts.WAITING, [(key, "", ())])[0])
+        return int(self._read(scripts.WAITING, key))
 
     def notifier(self, channel: str) -> RedisNotifier | None:
-        notifier: RedisNotifier = self._request(
-            lambda client: RedisNotifier(self, client, channel)
-        )
+        make = partial(RedisNotifier, self._requests, channel, self.socket_timeout)
+        notifier: RedisNotifier = self._requests.request(make)
         return notifier
 
 

@@ -6,13 +6,14 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import redis
+from django.views.decorators.debug import sensitive_variables
 
-from dlocks.backends.base import Backend
-from dlocks.backends.redis import scripts
-from dlocks.backends.redis.connection import Address, client
+from dlocks.backends.notifiers import Notifier
+from dlocks.backends.redis.scripts import Script
 from dlocks.exceptions import LockBackendError
 from dlocks.runtime.process import each_in_child
 from dlocks.values import Claim
@@ -34,35 +35,43 @@ SILENT = (
 CLUSTER_TRIES = 3
 
 
-class RedisRequests(Backend):
-    """The client of a backend, and its requests."""
+class Requests:
+    """The requests of one backend, and the client that sends them.
 
-    socket_timeout: float
-    settle: float
-    _address: Address
-    _cluster: bool
-    _sentinels: Sequence[Address]
+    ``make`` returns the client when the first request needs it. ``constants`` are
+    arguments of every script. The sensitive variables are those of the frames below as
+    well. They contain owners, and in redis-py the password.
+    """
+
+    def __init__(self, where: str, make: Callable[[], Any], *constants: float) -> None:
+        self.where = where
+        self._make = make
+        self._constants = constants
+        self._reset()
+        _all.add(self)
 
     def _reset(self) -> None:
         self._client: Any = None
         self._finalizer: Any = None
         self._making = threading.Lock()
 
-    def _run(
+    @sensitive_variables()
+    def run(
         self,
-        script: scripts.Script,
+        script: Script,
         claim: Claim,
         *arguments: Any,
         sent: list[Any] | None = None,
     ) -> Any:
         """Run a script for a claim, and append to ``sent`` per request."""
-        words = self._words(claim.key, claim.owner, arguments)
-        return self._request(lambda client: _evaluate(client, script, words, sent))
+        words = self._words(claim, arguments)
+        return self.request(lambda client: _evaluate(client, script, words, sent))
 
-    def _run_all(
-        self, script: scripts.Script, calls: Sequence[tuple[str, str, tuple[Any, ...]]]
+    @sensitive_variables()
+    def run_all(
+        self, script: Script, calls: Sequence[tuple[Claim, tuple[Any, ...]]]
     ) -> list[Any]:
-        """Run a script for each key, owner and arguments.
+        """Run a script for each claim and its arguments.
 
         This takes one round trip, except on a cluster. If some calls fail, their errors
         are in the result. If all fail, the first error is raised.
@@ -70,7 +79,7 @@ class RedisRequests(Backend):
         words = [self._words(*call) for call in calls]
 
         def run(client: Any) -> list[Any]:
-            if self._cluster:
+            if isinstance(client, redis.RedisCluster):
                 return _evaluate_each(client, script, words)
             first: Any
             try:
@@ -81,28 +90,24 @@ class RedisRequests(Backend):
             with client.pipeline(transaction=False) as pipeline:
                 for these in words[1:]:
                     pipeline.evalsha(script.sha, *these)
-                return _unless_all_failed(
-                    [first, *pipeline.execute(raise_on_error=False)]
-                )
+                return [first, *pipeline.execute(raise_on_error=False)]
 
-        return list(self._request(run)) if words else []
+        answers = list(self.request(run)) if words else []
+        if answers and all(isinstance(answer, Exception) for answer in answers):
+            raise self._failure(answers[0]) from answers[0]
+        return answers
 
-    def _words(self, key: str, owner: str, arguments: Sequence[Any]) -> tuple[Any, ...]:
-        name = name_of(key)
+    def _words(self, claim: Claim, arguments: Sequence[Any]) -> tuple[Any, ...]:
+        name = name_of(claim.key)
         names = name, f"{name}:last", f"{name}:line", f"{name}:claims", f"{name}:gone"
-        return (
-            len(names),
-            *names,
-            milliseconds(self.grace) if self.grace else 0,
-            self.settle,
-            owner,
-            *arguments,
-        )
+        return len(names), *names, *self._constants, claim.owner, *arguments
 
-    def _request(self, work: Callable[[Any], Any]) -> Any:
+    @sensitive_variables()
+    def request(self, work: Callable[[Any], Any]) -> Any:
+        """Call a function with the client, and again if its connection was cut."""
         for last in (False, True):
             try:
-                return work(self._connected())
+                return work(self.client())
             except redis.ConnectionError as error:
                 # An open connection may have been cut since its last use. Every script
                 # may be sent again.
@@ -112,16 +117,11 @@ class RedisRequests(Backend):
                 raise self._failure(error) from error
         raise AssertionError("unreachable")
 
-    def _connected(self) -> Any:
+    def client(self) -> Any:
         if self._client is None:
             with self._making:
                 if self._client is None:
-                    made = client(
-                        self._address,
-                        cluster=self._cluster,
-                        sentinels=self._sentinels,
-                        timeout=self.socket_timeout,
-                    )
+                    made = self._make()
                     # A backend is part of a reference cycle. The garbage collector
                     # might find the client's sockets before the client.
                     self._finalizer = weakref.finalize(self, made.close)
@@ -130,23 +130,54 @@ class RedisRequests(Backend):
         return self._client
 
     def _failure(self, error: Exception) -> LockBackendError:
-        who = "the Redis cluster" if self._cluster else "Redis"
-        where = (
-            f"{self._address.host!r} of the Sentinels"
-            if self._sentinels
-            else str(self._address)
-        )
-        return LockBackendError(
-            f"DLOCKS[{self.alias!r}]: a request to {who} at {where} failed: {error}"
-        )
+        return LockBackendError(f"{self.where} failed: {error}")
 
-    def _forked(self) -> None:
+    def forget(self) -> None:
+        """Leave the client to the parent process."""
         if self._client is not None:
             # Another thread of the parent may have used the client during the fork. Its
             # locks may then be held in the child.
             _inherited.append(self._client)
             self._finalizer.detach()
         self._reset()
+
+
+_all = each_in_child(Requests.forget)
+# The parent's clients. Collecting one would close it, which may block forever on one of
+# its locks.
+_inherited: list[Any] = []
+
+
+class RedisNotifier(Notifier):
+    """A listener that receives the notifications of one channel."""
+
+    def __init__(
+        self, requests: Requests, channel: str, timeout: float, client: Any
+    ) -> None:
+        self._failure = requests._failure
+        self._subscription = client.pubsub()
+        self._subscription.subscribe(channel)
+        # No notification that is sent after this confirmation is missed.
+        if self._subscription.get_message(timeout=timeout) is None:
+            self.close()
+            raise redis.TimeoutError("Timeout subscribing")
+
+    def wait(self, timeout: float) -> bool:
+        try:
+            # After a reconnect, the confirmation of the new subscription arrives as
+            # well. A grant before it was not notified.
+            message = first = self._subscription.get_message(timeout=timeout)
+            while True:
+                if message is None:
+                    break
+                message = self._subscription.get_message(timeout=0)
+        except TROUBLE as error:
+            raise self._failure(error) from error
+        return first is not None
+
+    def close(self) -> None:
+        with suppress(*TROUBLE):
+            self._subscription.close()
 
 
 def name_of(key: str) -> str:
@@ -157,11 +188,13 @@ def name_of(key: str) -> str:
     return "dlocks:{" + key.replace("%", "%25").replace("}", "%7D") + "}"
 
 
+def milliseconds(value: float) -> int:
+    # Round up, so that no duration gets shorter.
+    return max(1, math.ceil(value * 1000))
+
+
 def _evaluate(
-    client: Any,
-    script: scripts.Script,
-    words: Sequence[Any],
-    sent: list[Any] | None = None,
+    client: Any, script: Script, words: Sequence[Any], sent: list[Any] | None = None
 ) -> Any:
     tries = CLUSTER_TRIES if isinstance(client, redis.RedisCluster) else 0
     while True:
@@ -179,12 +212,9 @@ def _evaluate(
 
 
 def _evaluate_each(
-    client: Any, script: scripts.Script, words: Sequence[Sequence[Any]]
+    client: Any, script: Script, words: Sequence[Sequence[Any]]
 ) -> list[Any]:
-    """Run a script for each call on its node of a cluster.
-
-    Raise an error only if all calls fail.
-    """
+    """Run a script for each call on its node of a cluster, and return all errors."""
     answers: list[Any] = []
     # Time out on a silent node only once.
     silent: dict[Any, Exception] = {}
@@ -194,30 +224,8 @@ def _evaluate_each(
             node = client.get_node_from_key(these[1])
             answers.append(silent.get(node) or _evaluate(client, script, these))
         except TROUBLE as error:
-            if (
-                node is not None
-                and isinstance(error, SILENT)
-                and not isinstance(error, redis.exceptions.SlotNotCoveredError)
-            ):
+            uncovered = isinstance(error, redis.exceptions.SlotNotCoveredError)
+            if node is not None and isinstance(error, SILENT) and not uncovered:
                 silent[node] = error
             answers.append(error)
-    return _unless_all_failed(answers)
-
-
-def _unless_all_failed(answers: list[Any]) -> list[Any]:
-    if all(isinstance(answer, Exception) for answer in answers):
-        raise answers[0]
     return answers
-
-
-def milliseconds(value: float) -> int:
-    # Round up, so that no duration gets shorter.
-    return max(1, math.ceil(value * 1000))
-
-
-redis_backends = each_in_child(RedisRequests._forked)
-
-
-# The parent's clients. Collecting one would close it, which may block forever on one of
-# its locks.
-_inherited: list[Any] = []

@@ -16,6 +16,7 @@ from dlocks.backends.zookeeper import ZooKeeperBackend
 from example_project.shop.models import Product
 from tests import pages
 from tests.promises.backends.others import MEMORY, at, reported
+from tests.servers import PASSWORD
 
 KINDS = {"redis": RedisBackend, "quorum": QuorumBackend, "zookeeper": ZooKeeperBackend}
 
@@ -41,7 +42,11 @@ def test_the_examples_on_redis(redis_server, settings):
         assert reported("default") == []
     written, sentinels = settings_of("how-to/redis")
     assert len(sentinels["default"]["OPTIONS"]["sentinels"]) == 3
-    written["default"]["OPTIONS"]["url"] = redis_server.url
+    written["default"]["OPTIONS"] |= {
+        "url": f"redis://127.0.0.1:{redis_server.port}/0",
+        "username": "default",
+        "password": PASSWORD,
+    }
     settings.DLOCKS = written
     page = pages.run("how-to/redis")
     assert page.build("north") < page.build("north")

@@ -13,8 +13,10 @@ import traceback
 
 import pytest
 import redis
+from django.core.exceptions import ImproperlyConfigured
 from django.core.management import CommandError
 from django.test import SimpleTestCase
+from django.views.debug import ExceptionReporter
 
 from dlocks import LockBackendError, LockLost, LockStale, db_lock
 from dlocks.backends.redis import RedisBackend
@@ -23,7 +25,7 @@ from tests.contract import BackendContract
 from tests.promises.backends.others import REDIS, claim, run
 from tests.promises.backends.others import redis as alias
 from tests.proxy import Proxy
-from tests.servers import PASSWORD, Redis, Sentinel, redis_url
+from tests.servers import PASSWORD, Redis, Sentinel, free_port, redis_url
 from tests.timing import eventually, in_time
 
 SECRET = "open-sesame"
@@ -132,8 +134,9 @@ def test_the_documented_redis_acl_is_sufficient(server, aliases, backend, until)
         # A Redis that has just started grants nothing yet. It reports its uptime in
         # whole seconds.
         until(lambda: client.info("server")["uptime_in_seconds"] >= 1)
-    url = f"redis://dlocks:{SECRET}@127.0.0.1:{server.port}/0"
-    aliases(redis={"BACKEND": REDIS, "OPTIONS": {"url": url, "settle": 0.1}})
+    login = {"username": "dlocks", "password": SECRET}
+    options = {"url": f"redis://127.0.0.1:{server.port}/0", **login, "settle": 0.1}
+    aliases(redis={"BACKEND": REDIS, "OPTIONS": options})
     lock = db_lock("key", using="redis", timeout=20)
     hold = lock.acquire()
     thread = threading.Thread(target=lambda: lock.acquire().release())
@@ -406,6 +409,79 @@ def test_redis_passwords_are_never_shown(start, aliases, caplog):
             hold.release()
         told += traceback.format_exception(raised.value)
     assert SECRET not in "".join(told) + caplog.text
+
+
+def mailed(raised):
+    """Return what Django's error mails contain, without the frame of the test."""
+    parts = raised.type, raised.value, raised.tb.tb_next
+    reporter = ExceptionReporter(None, *parts)
+    return reporter.get_traceback_text() + reporter.get_traceback_html()
+
+
+def test_error_mails_contain_neither_passwords_nor_owners(start, aliases):
+    """The frames of an error are those of dlocks and of redis-py.
+
+    The option ``password`` is hidden in the settings as well, and a URL is not.
+    """
+    server, mails = start(Redis(requirepass=SECRET)), []
+    lock, mine = db_lock("key", using="redis"), claim("other")
+
+    def configure(password):
+        options = {"url": f"redis://127.0.0.1:{server.port}", "password": password}
+        aliases(redis={"BACKEND": REDIS, "OPTIONS": options})
+        return RedisBackend("redis", **options)
+
+    with pytest.raises(ValueError, match="not a URL of Redis") as raised:
+        RedisBackend("redis", url=f"redis://:{SECRET}@host/shop")
+    mails.append(mailed(raised))
+    configure(f"wrong-{SECRET}")
+    with pytest.raises(LockBackendError) as raised:
+        lock.acquire()
+    mails.append(mailed(raised))
+    backend = configure(SECRET)
+    assert backend.acquire(mine)
+    hold = lock.acquire()
+    server.crash()
+    for ask in (
+        hold.check,
+        lambda: backend.acquire(mine),
+        lambda: backend.renew([mine]),
+        lambda: backend.release(mine),
+        lambda: backend.clear("other", 1),
+        lambda: backend.enqueue(mine),
+        lambda: backend.poll([mine]),
+    ):
+        with pytest.raises(LockBackendError) as raised:
+            ask()
+        mails.append(mailed(raised))
+    for mail in mails:
+        assert "dlocks/backends/redis/" in mail
+        assert SECRET not in mail
+        assert mine.owner not in mail
+    server.start()
+    with pytest.raises(LockLost):
+        hold.release()
+
+
+def client_of_a_project(**keywords):
+    return redis.Redis(password=PASSWORD, **keywords, **client_of_a_project.where)
+
+
+def test_a_project_can_make_its_own_client(server, settings):
+    path, lock = f"{__name__}.client_of_a_project", db_lock("key", using="redis")
+    settings.DLOCKS = {"redis": {"BACKEND": REDIS, "OPTIONS": {"client": path}}}
+    client_of_a_project.where = {"port": server.port}
+    with lock as hold:
+        assert RedisBackend("redis", url=server.url).holder("key").token == hold.token
+    settings.DLOCKS = dict(settings.DLOCKS)
+    client_of_a_project.where = {"port": free_port()}
+    with pytest.raises(LockBackendError, match=f"Redis of {path} failed"):
+        lock.acquire()
+    settings.DLOCKS = {
+        "redis": {"BACKEND": REDIS, "OPTIONS": {"client": "collections.Counter"}}
+    }
+    with pytest.raises(ImproperlyConfigured, match=r"Counter must return a redis\.Red"):
+        lock.acquire()
 
 
 def test_servers_refuse_requests_without_the_password(server, start):

@@ -21,7 +21,6 @@ from tests.promises.backends.others import (
 from tests.scripts import run_python
 
 SECRET = "open-sesame"
-UNKNOWN = "url has the option '{}', which dlocks does not pass on"
 WRONG = {
     REDIS: [
         ({"url": f"http://:{SECRET}@host"}, "url is not a URL of Redis"),
@@ -30,21 +29,26 @@ WRONG = {
         ({"url": f"redis://:{SECRET}@host:99999"}, "url is not a URL of Redis"),
         ({"url": "redis://a..b"}, "url"),
         ({"url": 6379}, "url must be a string"),
-        (
-            {"url": "redis://localhost/0?socket_timeout=5"},
-            r"url has the option 'socket_timeout': set OPTIONS\['socket_timeout'\]",
+        *(
+            ({"url": f"redis://host?{name}=3"}, f"option '{name}', which dlocks sets")
+            for name in ("decode_responses", "protocol", "socket_timeout")
         ),
         *(
-            ({"url": f"redis://host?{name}=3"}, UNKNOWN.format(name))
-            for name in ("decode_responses", "protocol", "connection_class", "host")
+            ({"url": f"redis://:{SECRET}@host?{wrong}"}, "options that redis-py acc")
+            for wrong in (
+                *("max_connections=many", "health_check_intervals=3"),
+                *("ssl_cert_reqs=none", "db=-1", "db=shop", "password=other"),
+            )
         ),
+        ({"url": "rediss://host?ssl_cert_reqs=maybe"}, "options that redis-py accepts"),
+        ({"password": 7}, "password must be a string"),
+        ({"username": b"shop"}, "username must be a string"),
+        ({"client": "redis"}, "client cannot be imported"),
+        ({"client": "shop.missing.client"}, "client cannot be imported"),
+        ({"client": "dlocks.values.UNLIMITED"}, "dotted path of a function"),
         (
-            {"url": "redis://localhost/0?ssl_cert_reqs=none"},
-            "url has the option 'ssl_cert_reqs', which is for rediss:// only",
-        ),
-        (
-            {"url": "redis://localhost/0?max_connections=many"},
-            "url has a wrong value for the option 'max_connections'",
+            {"client": "redis.from_url", "password": SECRET},
+            "client replaces the options that name a server",
         ),
         ({"sentinels": f"redis://:{SECRET}@host"}, "sentinels must be a list"),
         ({"sentinels": [f"{SECRET}@host"]}, "sentinels is not a URL"),
