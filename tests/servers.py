@@ -819,7 +819,6 @@ BRISK: dict[str, Any] = {
         # Code that runs for seconds need not be optimized.
         "-XX:TieredStopAtLevel=1",
         "-Dzookeeper.forceSync=no",
-        "-Dznode.container.checkIntervalMs=300",
     ),
     "tickTime": 200,
     "maxSessionTimeout": 60000,

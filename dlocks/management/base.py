@@ -64,8 +64,8 @@ def seconds_of(option: str, duration: Any) -> float:
 class LockCommand(BaseCommand):
     """A command for the locks of one alias."""
 
-    # Whether it works only on the rows of a database.
-    needs_rows = False
+    # The method that a backend needs, if it need not be able to list its locks.
+    needs = ""
 
     def add_arguments(self, parser: CommandParser) -> None:
         add_using(parser)
@@ -98,9 +98,10 @@ class LockCommand(BaseCommand):
             backend = backends[alias]
         except ImproperlyConfigured as error:
             raise CommandError(str(error)) from error
-        rows = isinstance(backend, DatabaseBackend)
-        why = "It has no rows in a database." if self.needs_rows else backend.unlisted
-        if why and not rows:
+        why = backend.unlisted
+        if self.needs:
+            why = "" if hasattr(backend, self.needs) else "It leaves nothing behind."
+        if why and not isinstance(backend, DatabaseBackend):
             raise CommandError(
                 f"DLOCKS[{alias!r}], a {type(backend).__name__}, does not support this"
                 f" command. {why}"

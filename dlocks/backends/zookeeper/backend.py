@@ -1,49 +1,57 @@
 """Locks in a ZooKeeper ensemble, with a queue of ephemeral nodes per key.
 
-Every claim is a node under the node of its key. The servers number these nodes in the
-order of arrival, and the first one holds the key. A waiter watches only the last node
-in its way, so a release wakes one waiter.
+1. A claim creates an ephemeral node under the node of its key, which it creates as
+   well. The servers number these nodes in the order of arrival.
+2. A claim holds the key if no earlier node excludes it. Its token is the number of the
+   transaction that created its node (``czxid``).
+3. A waiter watches only the last node in its way, so a release wakes one waiter.
+4. A release deletes the node of the claim, and that of the key if it is empty.
+5. A process has one session for all of its claims. The servers delete their nodes
+   after ``session_timeout`` without a request. A lease is certain for two thirds of
+   that time after a contact with the leader, which every request is.
+6. Each node has a random mark in its name, by which a request whose reply was lost is
+   found again. A claim that could not be cancelled is cancelled later.
+7. A thread deletes the nodes of expired leases, and of waiters without a heartbeat.
 
-A process has one session for all of its claims. The servers end it after
-``session_timeout`` without a request. A lease is that of the session, and is counted
-from the last contact with the leader of the ensemble.
-
-A token is the number of the transaction that created the node (``czxid``), counted from
-the one that created the root. That one has the time in microseconds as its token.
-Tokens therefore also grow when an ensemble is set up again, unless its leader changes
-more often than every hour and a quarter, by which each change increases the number.
+The nodes of keys stay after the end of a session. ``reap()`` deletes those.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
+from functools import partial
+from queue import Empty, SimpleQueue
 from typing import Any, ClassVar
 from urllib.parse import unquote
 
+from django.views.decorators.debug import sensitive_variables
 from kazoo.exceptions import NoNodeError
 from kazoo.hosts import collect_hosts
 
-from dlocks.backends.base import Inspector
-from dlocks.backends.zookeeper.claims import all_backends
-from dlocks.backends.zookeeper.ensemble import (
-    CERTAIN,
-    KEYWORDS,
-    SOON,
-    Ensemble,
-    is_unanswered,
-)
-from dlocks.backends.zookeeper.nodes import Entry, Nodes
-from dlocks.backends.zookeeper.waiting import Waiting
+from dlocks.backends.base import HEARTBEAT_TIMEOUT, Inspector
+from dlocks.backends.local_claims import LocalClaims
+from dlocks.backends.notifiers import Notifier
+from dlocks.backends.zookeeper.ensemble import SOON, Ensemble, end, is_unanswered
+from dlocks.backends.zookeeper.nodes import Entry, NodeQueue, Nodes
 from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
-from dlocks.values import Claim, Grant, Holder, seconds
+from dlocks.runtime.process import each_in_child
+from dlocks.values import Claim, Grant, Holder, Ticket, seconds
+
+logger = logging.getLogger("dlocks")
+
+# Seconds for which a session without claims stays open.
+IDLE_CLOSE_AFTER = 10.0
+# Seconds between two passes of the maintenance thread.
+MAINTAIN_EVERY = 0.5
 
 
-class ZooKeeperBackend(Waiting):
+class ZooKeeperBackend(LocalClaims):
     """A backend that keeps locks in a ZooKeeper ensemble.
 
     ``hosts`` are its servers, such as ``"zk1:2181,zk2:2181,zk3:2181"``. All nodes are
@@ -55,10 +63,15 @@ class ZooKeeperBackend(Waiting):
     further arguments for kazoo's client.
     """
 
+    maintainer_name = "dlocks-zookeeper"
     supports_queue: ClassVar[bool] = True
     supports_sharing: ClassVar[bool] = True
     unlisted = ""
+    _entries: dict[str, Entry]
+    _kept: list[Entry]
 
+    # Errors must not show the password.
+    @sensitive_variables()
     def __init__(
         self,
         alias: str,
@@ -99,11 +112,6 @@ class ZooKeeperBackend(Waiting):
         client = {} if client is None else client
         if not isinstance(client, Mapping):
             raise TypeError("client must be a dictionary of keywords for KazooClient")
-        if unknown := set(client) - KEYWORDS:
-            raise ValueError(
-                f"client has unknown options {', '.join(sorted(map(str, unknown)))}; it"
-                f" accepts {', '.join(sorted(KEYWORDS))}"
-            )
         self.root = root
         self.ensemble = Ensemble(
             alias,
@@ -127,6 +135,16 @@ class ZooKeeperBackend(Waiting):
     def renew_every(self) -> float:  # type: ignore[override]
         return self.ensemble.session_timeout / 8
 
+    def _reset(self) -> None:
+        super()._reset()
+        # Unwanted claims whose node may appear until ``ends_at``.
+        self._orphans: set[Entry] = set()
+        self._turns: SimpleQueue[Entry] = SimpleQueue()
+        self._used_at = 0.0
+
+    def _all(self) -> list[Entry]:
+        return [*self._entries.values(), *self._kept]
+
     # The backend interface.
 
     def acquire(self, claim: Claim) -> Grant | None:
@@ -143,7 +161,7 @@ class ZooKeeperBackend(Waiting):
             stands = self._join(entry)
         else:
             left = self.ensemble.certain_until - clock.now()
-            lease = min(claim.ttl, self.ensemble.session_timeout * CERTAIN)
+            lease = min(claim.ttl, self.ensemble.lease)
             stands = left >= lease / 2 or self.verify([claim], entry.count)
         if not stands:
             # The session has just ended. Retry in the next one.
@@ -207,9 +225,7 @@ class ZooKeeperBackend(Waiting):
                 self._keep(entry, keep)
                 return True
         timeout = SOON if entry.token is None else None
-        freed = self._release_entry(entry, timeout=timeout)
-        self._close_at_exit()
-        return freed and not entry.expired
+        return self._release_entry(entry, timeout=timeout) and not entry.expired
 
     def holder(self, key: str) -> Holder | None:
         return next(self.holders(key), None)
@@ -241,29 +257,321 @@ class ZooKeeperBackend(Waiting):
                 owner_ip=known.get("ip"),
                 since=None if known.get("waited", True) else created,
                 remaining=math.inf,
-                token=self.nodes.token(stat.czxid),
+                token=stat.czxid,
                 count=1,
                 stale=False,
             )
 
     def keys(self) -> list[str]:
+        queues = self._queues()
+        return [key for key, node_queue in queues.items() if node_queue.granted]
+
+    def _queues(self) -> dict[str, NodeQueue]:
+        """Return the queues of all keys under the prefix."""
         (names,) = self.ensemble.ask(("get_children", self.root))
         if isinstance(names, NoNodeError):
-            return []
+            return {}
         prefix = self.prefix
         keys = [key for key in map(unquote, names) if key.startswith(prefix)]
-        queues = self.nodes.queues_of([*map(self.nodes.parent, keys)]).values()
-        return [key for key, one in zip(keys, queues, strict=True) if one.granted]
+        parents = [*map(self.nodes.parent, keys)]
+        return dict(zip(keys, self.nodes.queues_of(parents).values(), strict=True))
 
     def clear(self, key: str, version: int, *, stale_only: bool = False) -> bool:
         parent = self.nodes.parent(key)
         for ticket in self.nodes.queue_of(parent).granted:
             path = f"{parent}/{ticket.name}"
             (stat,) = self.ensemble.ask(("exists", path))
-            if stat is not None and self.nodes.token(stat.czxid) == version:
-                self.ensemble.ask(("delete", path))
-                return True
+            if stat is not None and stat.czxid == version:
+                return self.nodes.delete(path)
         return False
+
+    def reap(self, *, dry_run: bool = False) -> int:
+        """Delete the nodes of keys without claims, and return their number."""
+        unused = [key for key, one in self._queues().items() if not one.tickets]
+        if dry_run:
+            return len(unused)
+        # The servers do not delete the node of a key that has a claim meanwhile.
+        requests = [("delete", self.nodes.parent(key)) for key in unused]
+        return self.ensemble.ask(*requests).count(True)
+
+    # The queue.
+
+    def enqueue(
+        self, claim: Claim, channel: str = "", position: int | None = None
+    ) -> Ticket | None:
+        entry = self._entries.get(claim.owner) or self._entry(claim, waiting=True)
+        if entry.leaving:
+            return None
+        entry.is_notified |= bool(channel)
+        if entry.ticket is None:
+            # Other waiters need the thread of a claim that has lost its position.
+            self._join(entry, None if position is None else SOON)
+        return self._ticket(entry)
+
+    def poll(
+        self, claims: Sequence[Claim], *, heartbeat: bool = True
+    ) -> Mapping[str, Ticket]:
+        entries = [
+            entry for claim in claims if (entry := self._entries.get(claim.owner))
+        ]
+        self._update(entries)
+        return {
+            entry.claim.owner: self._ticket(entry)
+            for entry in entries
+            if not (entry.gone or entry.leaving)
+        }
+
+    def _ticket(self, entry: Entry) -> Ticket:
+        if entry.token is not None:
+            # A claim without a certain lease has to retry.
+            return Ticket(grant=self._grant(entry), must_retry=True)
+        return Ticket(
+            must_retry=entry.gone,
+            ahead=entry.ahead,
+            position=None if entry.gone else entry.number,
+        )
+
+    def waiting(self, key: str) -> int:
+        node_queue = self.nodes.queue_of(self.nodes.parent(key))
+        return len(node_queue.tickets) - len(node_queue.granted)
+
+    def notifier(self, channel: str) -> Notifier:
+        return Turns(self)
+
+    def _update(self, entries: Sequence[Entry]) -> None:
+        """Send a heartbeat for waiters, and update their state."""
+        for entry in entries:
+            entry.last_seen_at = clock.now()
+        self._see(entries, SOON)
+
+    def _see(
+        self,
+        entries: Iterable[Entry],
+        timeout: float | None = None,
+        queues: Mapping[str, NodeQueue] | None = None,
+    ) -> None:
+        """Update claims without a grant, which then watch the last node in the way."""
+        pending = {entry for entry in entries if entry.token is None and not entry.gone}
+        while pending:
+            queues = queues or self.nodes.queues_of(
+                {entry.parent for entry in pending}, timeout
+            )
+            watching = [one for one in pending if self._sees(one, queues[one.parent])]
+            queues, pending = None, set(watching)
+            # exists() would leave a permanent watch on a node that is gone.
+            reads = [
+                ("get", f"{one.parent}/{one.watched}", partial(self._on_watch, one))
+                for one in watching
+            ]
+            try:
+                answers = self.ensemble.ask(*reads, timeout=timeout) if reads else []
+                for entry, answer in zip(watching, answers, strict=True):
+                    if isinstance(answer, NoNodeError):
+                        continue
+                    pending.remove(entry)
+            finally:
+                # Their node was deleted meanwhile, or there is no answer.
+                for entry in pending:
+                    entry.watched = ""
+
+    def _sees(self, entry: Entry, node_queue: NodeQueue) -> bool:
+        """Update a claim, and return whether it must watch another node."""
+        with self._mutex:
+            if entry.gone or entry.leaving:
+                return False
+            place = node_queue.places.get(entry.ticket.name) if entry.ticket else None
+            if place is None:
+                # Another client has deleted the node.
+                self._forget(entry)
+                return False
+            if entry.beside is not None and entry.beside.name not in node_queue.places:
+                # That hold was deleted, and another claim may have held the key since.
+                return False
+            position, blocking = place
+            if blocking is None:
+                self._granted(entry, entry.number)
+                entry.watched = ""
+                return False
+            entry.ahead = position - len(node_queue.granted)
+            if not entry.waiting or entry.watched == blocking.name:
+                return False
+            entry.watched = blocking.name
+            return True
+
+    def _on_watch(self, entry: Entry, event: Any) -> None:
+        # In kazoo's own thread, when the watched node or the connection is gone.
+        entry.watched = ""
+        if entry.is_notified and not entry.gone:
+            self._turns.put(entry)
+
+    # The claims.
+
+    def _entry(self, claim: Claim, *, waiting: bool = False) -> Entry:
+        entry = Entry(claim, parent=self.nodes.parent(claim.key), waiting=waiting)
+        hold = None if waiting else self._entries.get(claim.beside)
+        if hold is not None and hold.token is not None:
+            entry.beside, entry.number = hold.ticket, hold.token
+        return entry
+
+    def _join(self, entry: Entry, timeout: float | None = None) -> bool:
+        """Give a claim its node and its state; return False if it is gone."""
+        with self._mutex:
+            self._entries[entry.claim.owner] = entry
+            self._maintain_from()
+        node_queue = self.ensemble.retry(lambda _: self.nodes.add(entry), timeout)
+        self._see([entry], timeout, {entry.parent: node_queue} if node_queue else None)
+        if entry.token is None:
+            self.contended.add(entry.claim.key)
+        else:
+            self.contended.discard(entry.claim.key)
+        if entry.gone:
+            # The node may have been created in the next session.
+            self._orphan(entry)
+        return not entry.gone
+
+    def _held(self, claim: Claim) -> Entry | None:
+        entry = self._entries.get(claim.owner)
+        return None if entry is None or entry.token is None or entry.leaving else entry
+
+    def _grant(self, entry: Entry) -> Grant | None:
+        """Return the grant of a claim, or None if it waits or has no lease."""
+        now = clock.now()
+        with self._mutex:
+            left = self.ensemble.certain_until - now
+            if entry.token is None or entry.gone or entry.leaving or left <= 0:
+                return None
+            entry.ends_at = now + entry.claim.ttl
+            self._maintain_from(entry.ends_at)
+        return Grant(entry.token, left if left < entry.claim.ttl else None)
+
+    def _release_entry(self, entry: Entry, *, timeout: float | None = None) -> bool:
+        """Delete the node of a claim, and return whether the claim held the key."""
+        try:
+            # The node of a claim that is gone ended with its session.
+            return self.ensemble.retry(
+                lambda left: not entry.gone and self._delete(entry, left), timeout
+            )
+        except BaseException:
+            self._orphan(entry)
+            raise
+        finally:
+            with self._mutex:
+                self._forget(entry)
+
+    def _delete(self, entry: Entry, timeout: float) -> bool:
+        if entry.ticket is None or (entry.token is None and not entry.leaving):
+            node_queue = self.nodes.queue_of(entry.parent, timeout)
+            entry.ticket = node_queue.marked(entry.mark)
+            if entry.ticket is None:
+                return False
+            entry.leaving = True
+            if entry.ticket in node_queue.granted:
+                entry.token = entry.number
+        again, entry.is_deleted = entry.is_deleted, True
+        had = self.nodes.delete(entry.path, timeout)
+        # The previous request may have deleted it, and its reply was lost.
+        return (had or again) and entry.token is not None
+
+    def _orphan(self, entry: Entry) -> None:
+        with self._mutex:
+            entry.ends_at = clock.now() + 2 * self.ensemble.session_timeout
+            self._orphans.add(entry)
+            self._maintain_from()
+
+    # The session.
+
+    def _session_ended(self) -> None:
+        """Forget all claims. Waiters rejoin the queue."""
+        with self._mutex:
+            entries = self._all()
+            for entry in entries:
+                self._forget(entry)
+            self._orphans.clear()
+        held = [one for one in entries if one.token is not None and not one.kept]
+        if held:
+            report = "The ZooKeeper session of DLOCKS[%r] ended with %d locks"
+            logger.warning(report, self.alias, len(held))
+            owners = [entry.claim.owner for entry in held]
+            self.runtime.on_lost(owners, "the ZooKeeper session that held it has ended")
+
+    def _forked(self) -> None:
+        self.ensemble.abandon()
+        self._reset()
+
+    # The maintenance thread.
+
+    def _maintain_from(self, due: float = math.inf) -> None:
+        self._used_at = clock.now()
+        super()._maintain_from(due)
+
+    def _maintain(self) -> None:
+        # No reference of a pass keeps an object alive.
+        while self._maintain_once():
+            pass
+
+    def _maintain_once(self) -> bool:
+        """Release expired claims, or wait. Return whether there are more."""
+        with self._mutex:
+            now = clock.now()
+            entries = self._all()
+            orphans = list(self._orphans)
+            if entries or orphans:
+                self._used_at = now
+            idle = now >= self._used_at + IDLE_CLOSE_AFTER
+            if idle:
+                self._maintainer.end()
+                # A later claim opens a session of its own.
+                client = self.ensemble.detach()
+            if now > self._maintains_at + HEARTBEAT_TIMEOUT / 2:
+                # This process was stopped, so its waiters could not send heartbeats.
+                for entry in entries:
+                    entry.last_seen_at = max(entry.last_seen_at, now)
+            over = list(entry for entry in entries if self._ends(entry) <= now)
+            # The next pass detects from this time whether the process was stopped.
+            soon = min([now + MAINTAIN_EVERY, *map(self._ends, entries)])
+            self._maintains_at = max(now, soon)
+            if not idle and not over:
+                self._changed.wait(self._maintains_at - now)
+        if idle:
+            end(client)
+            return False
+        for entry in over:
+            self._end(entry)
+        for entry in orphans:
+            self._delete_orphan(entry)
+        return True
+
+    def _ends(self, entry: Entry) -> float:
+        if entry.ticket is None:
+            return math.inf
+        if entry.waiting:
+            return entry.last_seen_at + HEARTBEAT_TIMEOUT
+        return entry.ends_at if entry.kept else entry.ends_at + self.grace
+
+    def _end(self, entry: Entry) -> None:
+        with self._mutex:
+            if entry.gone or self._ends(entry) > clock.now():
+                # It was renewed or granted meanwhile.
+                return
+            entry.leaving = entry.expired = True
+        try:
+            self._release_entry(entry, timeout=SOON)
+        except LockBackendError as error:
+            logger.warning(
+                "A claim on %r could not be cancelled yet: %s", entry.claim.key, error
+            )
+
+    def _delete_orphan(self, entry: Entry) -> None:
+        entry.ticket = None
+        with suppress(LockBackendError):
+            self._delete(entry, SOON)
+            # If there is no node, its creation may still be on its way.
+            if entry.ticket is not None or clock.now() >= entry.ends_at:
+                with self._mutex:
+                    self._orphans.discard(entry)
+
+
+all_backends = each_in_child(ZooKeeperBackend._forked)
 
 
 class ZooKeeperInspector(Inspector):
@@ -271,3 +579,20 @@ class ZooKeeperInspector(Inspector):
 
     def sharers(self, key: str) -> tuple[Sequence[Holder], int]:
         return [*self.backend.holders(key, shared=True)], self.backend.waiting(key)
+
+
+class Turns(Notifier):
+    """A listener for claims whose turn has come, or that have lost their node."""
+
+    def __init__(self, backend: ZooKeeperBackend) -> None:
+        self._backend = backend
+
+    def wait(self, timeout: float) -> bool:
+        turns, entries = self._backend._turns, []
+        with suppress(Empty):
+            entries.append(turns.get(timeout=timeout))
+            while True:
+                entries.append(turns.get_nowait())
+        # The poll sends no request for claims that were granted.
+        self._backend._update(entries)
+        return any(entry.token is not None or entry.gone for entry in entries)

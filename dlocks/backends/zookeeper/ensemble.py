@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import inspect
-import logging
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +13,6 @@ from typing import Any, TypeVar
 from kazoo import exceptions as errors
 from kazoo.client import KazooClient, KazooState
 from kazoo.handlers.threading import KazooTimeoutError, SequentialThreadingHandler
-from kazoo.protocol.serialization import Create2
 from kazoo.protocol.states import KeeperState
 from kazoo.retry import KazooRetry
 from kazoo.security import CREATOR_ALL_ACL, OPEN_ACL_UNSAFE
@@ -35,7 +32,7 @@ UNANSWERED = (
 )
 REFUSED = (errors.NoAuthError, errors.AuthFailedError, errors.InvalidACLError)
 # Errors that are answers.
-EXPECTED = (errors.NoNodeError, errors.NodeExistsError, errors.BadVersionError)
+EXPECTED = (errors.NoNodeError, errors.NodeExistsError, errors.NotEmptyError)
 REASONS = {
     NoneType: "it cannot be reached, or most of its servers are down",
     errors.NoAuthError: "the nodes under its root belong to another user",
@@ -55,24 +52,6 @@ LONGEST = 3.0
 # Seconds for which the keeper and the waiters wait for a reply.
 SOON = 1.0
 
-# Keyword arguments for kazoo's client that a project may set.
-KEYWORDS = frozenset(inspect.signature(KazooClient).parameters) - {
-    "hosts", "timeout", "client_id", "handler", "auth_data", "default_acl", "read_only",
-    "kwargs",
-}  # fmt: skip
-
-# The types of the arguments that kazoo does not check before it connects.
-KINDS: dict[str, Any] = {
-    "logger": (logging.Logger, logging.LoggerAdapter),
-    "sasl_options": dict,
-    "connection_retry": (dict, KazooRetry),
-    "command_retry": (dict, KazooRetry),
-    **dict.fromkeys(("keyfile", "keyfile_password", "certfile", "ca"), str),
-    **dict.fromkeys(
-        ("randomize_hosts", "use_ssl", "verify_certs", "check_hostname"), bool
-    ),
-}
-
 
 def is_unanswered(error: LockBackendError) -> bool:
     """Return whether the result of a request is unknown."""
@@ -90,53 +69,6 @@ class Secret(str):
     __str__ = __repr__
 
 
-class CreateContainer(Create2):  # type: ignore[misc]
-    """A request that kazoo lacks."""
-
-    type = 19
-
-
-class Client(KazooClient):  # type: ignore[misc]
-    """kazoo's client, with requests for the nodes of claims and keys."""
-
-    live: threading.Event
-
-    def create_ticket_async(self, path: str, data: bytes, acl: Sequence[Any]) -> Any:
-        """Create a node that is numbered and ends with the session."""
-        return self.create_async(
-            path, data, acl, ephemeral=True, sequence=True, include_data=True
-        )
-
-    def create_container_async(self, path: str, data: bytes, acl: Sequence[Any]) -> Any:
-        """Create a node that ends some time after its last child."""
-        result = self.handler.async_result()
-        # kazoo has no public method for this.
-        self._call(CreateContainer(path, data, acl, 4), result)
-        return result
-
-
-@dataclass(eq=False)
-class Connection:
-    """A socket that reads the granted session timeout, which kazoo hides."""
-
-    socket: Any
-    ensemble: Ensemble
-    head: bytes = b""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.socket, name)
-
-    def recv(self, size: int) -> bytes:
-        data: bytes = self.socket.recv(size)
-        if len(self.head) < 12:
-            # Its length, the version of the protocol and milliseconds.
-            self.head += data
-            timeout = int.from_bytes(self.head[8:12], "big")
-            if len(self.head) >= 12 and timeout:
-                self.ensemble.session_timeout = timeout / 1000
-        return data
-
-
 class Handler(SequentialThreadingHandler):  # type: ignore[misc]
     """kazoo's threads, with time limits for each connection attempt.
 
@@ -145,10 +77,9 @@ class Handler(SequentialThreadingHandler):  # type: ignore[misc]
 
     def __init__(self, ensemble: Ensemble) -> None:
         super().__init__()
-        self._ensemble = ensemble
         # A new session takes longer, since most of the servers have to agree to it.
         self._first = ensemble.timeout / len(ensemble.hosts)
-        share = ensemble.requested_timeout / 3 / len(ensemble.hosts)
+        share = ensemble.session_timeout / 3 / len(ensemble.hosts)
         self._longest = min(self._first, share, LONGEST)
         self.on_state(KazooState.LOST)
 
@@ -158,8 +89,7 @@ class Handler(SequentialThreadingHandler):  # type: ignore[misc]
 
     def create_connection(self, *arguments: Any, **keywords: Any) -> Any:
         keywords["timeout"] = self._longest
-        socket = super().create_connection(*arguments, **keywords)
-        return Connection(socket, self._ensemble)
+        return super().create_connection(*arguments, **keywords)
 
     def select(self, *arguments: Any) -> Any:
         *sockets, timeout = arguments
@@ -176,41 +106,38 @@ class Ensemble:
 
     alias: str
     hosts: Sequence[str]
-    requested_timeout: float
+    session_timeout: float
     timeout: float
     auth: str | None
     options: Mapping[str, Any]
     on_lost: Callable[[], object]
 
     def __post_init__(self) -> None:
-        self.acl = CREATOR_ALL_ACL if self.auth else OPEN_ACL_UNSAFE
         self.auth = self.auth and Secret(self.auth)
-        self._inherited: list[Client | None] = []
+        self._inherited: list[KazooClient | None] = []
         self._sessions = 0
         self._reset()
-        for option, value in self.options.items():
-            if value is not None and not isinstance(value, KINDS.get(option, object)):
-                raise TypeError(f"client has a {type(value).__name__} for {option}")
         try:
+            # This does not connect.
             self._make()
         except Exception as error:
-            raise ValueError(
-                f"client has a value that kazoo does not accept: {error}"
-            ) from error
+            raise ValueError(f"client is refused by kazoo: {error}") from error
+
+    @property
+    def lease(self) -> float:
+        """Return the seconds for which a session is certain after a contact."""
+        return self.session_timeout * CERTAIN
 
     def _reset(self) -> None:
-        self._client: Client | None = None
+        self._client: KazooClient | None = None
+        # Set while the client is connected.
+        self._live: Any = None
         self._mutex = threading.Lock()
-        # What the servers have granted.
-        self.session_timeout = self.requested_timeout
         self._end_session()
 
     def _end_session(self) -> None:
         self._sessions += 1
         self.certain_until: float = -math.inf
-        # The difference between a token and the number of its transaction. It is read
-        # in each session, since the ensemble may be replaced in between.
-        self.base: int | None = None
 
     def ask(self, *requests: Sequence[Any], timeout: float | None = None) -> list[Any]:
         """Send requests, and send them again if there is no answer."""
@@ -254,17 +181,14 @@ class Ensemble:
             raise LockBackendError(f"{self} {did}: {_said(error)}.") from error
         with self._mutex:
             if self._sessions == session:
-                certain_until = sent + self.session_timeout * CERTAIN
-                self.certain_until = max(self.certain_until, certain_until)
+                self.certain_until = max(self.certain_until, sent + self.lease)
         return answers[1:]
 
     def close(self) -> None:
         """End the session, and with it all of its nodes."""
         end(self.detach())
-        # Another thread may meanwhile have read it in the session that has ended.
-        self.base = None
 
-    def detach(self) -> Client | None:
+    def detach(self) -> KazooClient | None:
         """Forget the session, and return its client."""
         with self._mutex:
             client, self._client = self._client, None
@@ -277,11 +201,12 @@ class Ensemble:
         self._inherited.append(self._client)
         self._reset()
 
-    def _connected(self, until: float) -> Client:
+    def _connected(self, until: float) -> KazooClient:
         while True:
             with self._mutex:
                 client = self._client or self._start()
-            if client.live.wait(min(until - clock.real_now(), 0.1)):
+                live = self._live
+            if live.wait(min(until - clock.real_now(), 0.1)):
                 return client
             state, late = client.client_state, clock.real_now() >= until
             if state == KeeperState.AUTH_FAILED:
@@ -293,26 +218,27 @@ class Ensemble:
             if late:
                 raise self._unanswered(None) from errors.ConnectionLoss()
 
-    def _make(self) -> Client:
+    def _make(self) -> KazooClient:
         retry = KazooRetry(max_tries=-1, delay=0.05, max_delay=1.0)
-        return Client(
+        return KazooClient(
             ",".join(self.hosts),
-            self.requested_timeout,
+            self.session_timeout,
             handler=Handler(self),
             auth_data=[("digest", self.auth)] if self.auth else None,
+            default_acl=CREATOR_ALL_ACL if self.auth else OPEN_ACL_UNSAFE,
             **{"connection_retry": retry, **self.options},
         )
 
-    def _start(self) -> Client:
+    def _start(self) -> KazooClient:
         client = self._make()
         client.add_listener(lambda state: self._on_state(client, state))
-        client.live = client.start_async()
+        self._live = client.start_async()
         # kazoo would end its threads before the keeper releases the holds.
         atexit.unregister(client.handler.stop)
         self._client = client
         return client
 
-    def _on_state(self, client: Client, state: str) -> None:
+    def _on_state(self, client: KazooClient, state: str) -> None:
         # In kazoo's own thread. SUSPENDED says nothing about the session.
         client.handler.on_state(state)
         if state == KazooState.LOST:
@@ -340,7 +266,7 @@ def _said(error: BaseException | None) -> str:
     return REASONS.get(type(error), type(error).__name__)
 
 
-def end(client: Client | None) -> None:
+def end(client: KazooClient | None) -> None:
     """Close a client, and end its session."""
     if client is None:
         return

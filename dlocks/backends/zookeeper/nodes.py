@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import json
 import secrets
-import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Any
 from urllib.parse import quote
 
 from kazoo.exceptions import NoNodeError
 
 from dlocks.backends.local_claims import LocalEntry
 from dlocks.backends.zookeeper.ensemble import Ensemble
-from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
+
+# The arguments of create_async() for an ephemeral node that the server numbers: acl,
+# ephemeral, sequence, makepath, and include_data, which returns the czxid.
+NUMBERED = (None, True, True, False, True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +128,7 @@ class Entry(LocalEntry):
 
 @dataclass(frozen=True)
 class Nodes:
-    """The nodes under the root, and the tokens that belong to their transactions."""
+    """The nodes under the root."""
 
     ensemble: Ensemble
     root: str
@@ -156,8 +157,6 @@ class Nodes:
         Return its queue, or None if the claim has a node already, or is gone.
         """
         while entry.ticket is None and not entry.gone:
-            if self.ensemble.base is None:
-                self.find_base()
             add = self._find if entry.is_requested else self._create
             if node_queue := add(entry):
                 return node_queue
@@ -172,63 +171,40 @@ class Nodes:
         path = f"{entry.parent}/{entry.mark}.{kind}.{beside}."
         data = {"holder": claim.holder, "ip": claim.owner_ip, "waited": entry.waiting}
         entry.is_requested = True
-        answer, names, root = self.ensemble.send(
-            ("create_ticket", path, json.dumps(data).encode(), self.ensemble.acl),
+        _, answer, names = self.ensemble.send(
+            ("create", entry.parent, claim.key.encode()),
+            ("create", path, json.dumps(data).encode(), *NUMBERED),
             ("get_children", entry.parent),
-            ("get", self.root),
             timeout=self.ensemble.timeout,
         )
-        if not isinstance(answer, NoNodeError):
-            return self._note(entry, NodeQueue(names), answer[1], root)
-        (answer,) = self.ensemble.ask(
-            ("create_container", entry.parent, claim.key.encode(), self.ensemble.acl)
-        )
         if isinstance(answer, NoNodeError):
-            self.find_base()
-        return None
+            # The root is missing, or another process has just released the key.
+            self.ensemble.ask(("ensure_path", self.root))
+            return None
+        return self._note(entry, NodeQueue(names), answer[1].czxid)
 
     def _find(self, entry: Entry) -> NodeQueue | None:
         node_queue = self.queue_of(entry.parent)
         if (ticket := node_queue.marked(entry.mark)) is None:
             return None
-        stat, root = self.ensemble.ask(
-            ("exists", f"{entry.parent}/{ticket.name}"), ("get", self.root)
-        )
-        return None if stat is None else self._note(entry, node_queue, stat, root)
+        (stat,) = self.ensemble.ask(("exists", f"{entry.parent}/{ticket.name}"))
+        return None if stat is None else self._note(entry, node_queue, stat.czxid)
 
-    def _note(
-        self, entry: Entry, node_queue: NodeQueue, stat: Any, root: Any
-    ) -> NodeQueue:
-        if isinstance(root, NoNodeError) or root[0] != str(self.ensemble.base).encode():
-            # The root was deleted, and another process has created it again.
-            self.ensemble.base = None
+    @staticmethod
+    def _note(entry: Entry, node_queue: NodeQueue, token: int) -> NodeQueue:
         if entry.beside is None:
-            entry.number = self.token(stat.czxid)
+            entry.number = token
         entry.ticket, entry.is_requested = node_queue.marked(entry.mark), False
         return node_queue
 
-    def token(self, zxid: int) -> int:
-        return zxid + (self.ensemble.base or self.find_base())
+    def delete(self, path: str, timeout: float | None = None) -> bool:
+        """Delete a node, and return whether there was one.
 
-    def find_base(self) -> int:
-        """Read ``base`` in the root, which is created if necessary, and return it."""
-        while True:
-            *_, answer = self.ensemble.ask(
-                ("ensure_path", self.root.rpartition("/")[0] or "/"),
-                ("create", self.root, b"", self.ensemble.acl),
-                ("get", self.root),
-            )
-            if isinstance(answer, NoNodeError):
-                continue
-            data, stat = answer
-            if data:
-                break
-            # After a deletion of the root, this process still knows the earlier tokens.
-            base = max(time.time_ns() // 1000 - stat.czxid, self.ensemble.base or 0)
-            self.ensemble.ask(("set", self.root, str(base).encode(), stat.version))
-        if not data.isdigit():
-            raise LockBackendError(
-                f"{self.ensemble} has other data in {self.root}. Choose another 'root'."
-            )
-        self.ensemble.base = int(data)
-        return self.ensemble.base
+        The node of its key is deleted as well, if no other claim has a node under it.
+        """
+        answers = self.ensemble.send(
+            ("delete", path),
+            ("delete", path.rpartition("/")[0]),
+            timeout=self.ensemble.timeout if timeout is None else timeout,
+        )
+        return answers[0] is True

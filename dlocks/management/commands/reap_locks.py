@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from django.core.management.base import CommandParser
+from django.core.management.base import CommandError, CommandParser
 
 from dlocks import audit
 from dlocks.backends.database.backend import DatabaseBackend
@@ -12,10 +12,11 @@ from dlocks.management.base import LockCommand, add_duration, add_flag, seconds_
 
 
 class Command(LockCommand):
-    needs_rows = True
+    needs = "reap"
     help = (
         "Clears stale locks and shared holds. Deletes dead claims, old records of the"
-        " history and, with --idle-for, the rows of unused keys."
+        " history and, with --idle-for, the rows of unused keys. In ZooKeeper, deletes"
+        " the nodes of unused keys."
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
@@ -33,8 +34,15 @@ class Command(LockCommand):
         )
         add_flag(parser, "--dry-run", "Only count, and change nothing.")
 
-    def work(self, backend: DatabaseBackend, **options: Any) -> None:
+    def work(self, backend: Any, **options: Any) -> None:
         idle_for, dry_run = options["idle_for"], options["dry_run"]
+        if not isinstance(backend, DatabaseBackend):
+            if idle_for is not None:
+                raise CommandError("--idle-for is only for rows in a database.")
+            nodes = backend.reap(dry_run=dry_run)
+            will = "would be " if dry_run else ""
+            self.stdout.write(f"{_plural(nodes, 'unused node')} {will}deleted.")
+            return
         history_for = seconds_of("--history-for", options["history_for"])
         will = "would be " if dry_run else ""
         idle = None if idle_for is None else seconds_of("--idle-for", idle_for)

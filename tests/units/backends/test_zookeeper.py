@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import shutil
 import signal
 import threading
 import time
@@ -21,11 +20,8 @@ from tests.internals import (
     disconnect,
     tickets,
     zookeeper,
-    zookeeper_maintenance,
-    zookeeper_waiting,
 )
 from tests.promises.backends.others import at, claim, client_of
-from tests.servers import BRISK, ZooKeeper
 from tests.timing import in_time
 
 
@@ -38,7 +34,7 @@ def sessions_closed():
     """Close all sessions at the end of each test."""
     yield
     # This includes backends that other settings have replaced.
-    for backend in list(zookeeper_maintenance.all_backends):
+    for backend in list(zookeeper.all_backends):
         disconnect(backend)
 
 
@@ -122,27 +118,6 @@ async def test_waiters_queue_again_when_their_session_ends(
     await hold.arelease()
     assert await thread
     assert nodes() == []
-
-
-def test_tokens_grow_for_an_idle_process_of_a_rebuilt_ensemble(
-    start, zookeeper_at, root, monkeypatch, until
-):
-    """The process has no session through which it would learn of it."""
-    monkeypatch.setattr(zookeeper_maintenance, "IDLE_CLOSE_AFTER", 0.2)
-    server = start(ZooKeeper(**BRISK))
-    zookeeper_at(server.port)
-    with lock() as hold:
-        before = hold.token
-    until(lambda: not backends["zookeeper"].ensemble._client)
-    server.stop()
-    shutil.rmtree(server.data / "version-2")
-    server.start()
-    # Another process comes first and creates the root.
-    other = ZooKeeperBackend("other", hosts=at(server.port), root=root)
-    between = other.acquire(claim()).token
-    disconnect(other)
-    with lock() as hold:
-        assert before < between < hold.token
 
 
 # Servers that do not reply.
@@ -258,8 +233,7 @@ def test_a_late_renewal_and_a_takeover_exclude_each_other(
     late, server, root, monkeypatch
 ):
     # The request gets its reply, however long the server takes.
-    for module in (zookeeper, zookeeper_maintenance, zookeeper_waiting):
-        monkeypatch.setattr(module, "SOON", 20.0)
+    monkeypatch.setattr(zookeeper, "SOON", 20.0)
     other = ZooKeeperBackend("other", hosts=at(server.port), root=root)
     mine, left, done = claim(ttl=2.0), {}, threading.Event()
     end = late._end
