@@ -1,6 +1,13 @@
 """Locks that a majority of other backends grants, as in Redlock.
 
-With independent Redis servers as members, this is Redlock.
+1. A claim is sent to all members in parallel, with an owner that is used once. Each
+   member grants the key as for any claim, but for a ttl that is longer by ``drift``.
+2. The claim holds the key if a majority grants it, for the time that a majority
+   guarantees, counted from before the requests. Otherwise it is released everywhere,
+   also at members that did not reply, and the caller retries.
+3. A renewal is sent to all members. The hold is lost once so many have lost it that no
+   majority is left. Members that have lost it get the claim again.
+4. A release is sent to all members. A grant that arrives after it is released as well.
 
 Two majorities have a member in common, which grants a key to one claim at a time. So a
 key has one holder under three conditions. The members keep what they have granted,
@@ -16,17 +23,20 @@ its majority before it counts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from statistics import mode
 from typing import Any, ClassVar
 
+from django.core.exceptions import ImproperlyConfigured
 from django.utils.translation import gettext_lazy
+from django.views.decorators.debug import sensitive_variables
 
-from dlocks.backends.quorum.members import Member
-from dlocks.backends.quorum.votes import Answers, Votes
-from dlocks.exceptions import LockStale
+from dlocks.backends.base import Backend
+from dlocks.backends.quorum.members import Answers, Member
+from dlocks.exceptions import LockBackendError, LockStale
 from dlocks.runtime import clock
 from dlocks.values import Claim, Grant, Holder, new_owner, seconds
 
@@ -50,7 +60,7 @@ class Term:
     over: bool = False
 
 
-class QuorumBackend(Votes):
+class QuorumBackend(Backend):
     """A backend that grants a key if a majority of the aliases ``of`` does.
 
     Their number is odd, and they have to fail independently. Requests are sent to all
@@ -92,6 +102,7 @@ class QuorumBackend(Votes):
         self.node_timeout = seconds("node_timeout", node_timeout, above_zero=True)
         self.drift = seconds("drift", drift)
         self._terms: dict[str, Term] = {}
+        self._members: Sequence[Member] = ()
 
     @property
     def renew_every(self) -> float:  # type: ignore[override]
@@ -103,45 +114,44 @@ class QuorumBackend(Votes):
         self._forget()
         term = self._terms.setdefault(claim.owner, Term())
         sent = clock.now()
-        answers = self._ask(
-            lambda member: self._take(member, claim, term), self._suffices
-        )
-        grants = [grant for grant in answers.said.values() if grant is not None]
-        if len(grants) >= self.majority:
-            # The lease starts when the request was sent. It lasts for the ttl, or for
-            # the time that a majority guarantees if that is shorter. A caller that
-            # finds it over cancels the claim.
-            ttl = self._longer(claim.ttl)
-            lease = self._guaranteed(
-                ttl if grant.lease is None else min(grant.lease, ttl)
-                for grant in grants
-            )
-            term.ends = sent + min(lease, claim.ttl)
-            # If the last holder had a majority, at least ``enough`` members of it are
-            # among these. A smaller number are members that have not yet received a
-            # later holder's release.
-            enough = max(1, len(grants) + self.majority - len(self.of))
-            takeover = sum(grant.takeover for grant in grants) >= enough
-            token = max(grant.token for grant in grants)
-            # Apart from the rounding of floats, the result for the full ttl is the ttl.
-            return Grant(
-                token,
-                takeover=takeover,
-                lease=lease if lease < claim.ttl * 0.999 else None,
-            )
+        answers = self._ask(lambda member: self._take(member, claim, term))
+        if answers.yes() >= self.majority:
+            return self._granted(claim, term, sent, answers.said.values())
         self._end(claim, term)
-        if answers.no() <= len(self.of) - self.majority:
+        if not answers.is_refused():
             if any(isinstance(error, LockStale) for error in answers.failed.values()):
                 raise LockStale(key=claim.key, holder=self.holder(claim.key))
             self._enough(answers)
         return None
 
+    def _granted(
+        self, claim: Claim, term: Term, sent: float, said: Iterable[Grant | None]
+    ) -> Grant:
+        grants = [grant for grant in said if grant is not None]
+        # The lease starts when the request was sent. It lasts for the ttl, or for the
+        # time that a majority guarantees if that is shorter. A caller that finds it
+        # over cancels the claim.
+        ttl = self._longer(claim.ttl)
+        lease = self._guaranteed(
+            ttl if grant.lease is None else min(grant.lease, ttl) for grant in grants
+        )
+        term.ends = sent + min(lease, claim.ttl)
+        # If the last holder had a majority, at least ``enough`` members of it are among
+        # these. A smaller number are members that have not yet received a later
+        # holder's release.
+        enough = max(1, len(grants) + self.majority - len(self.of))
+        return Grant(
+            max(grant.token for grant in grants),
+            takeover=sum(grant.takeover for grant in grants) >= enough,
+            # Apart from the rounding of floats, the result for the full ttl is the ttl.
+            lease=lease if lease < claim.ttl * 0.999 else None,
+        )
+
+    # The replies contain owners.
+    @sensitive_variables()
     def renew(self, claims: Sequence[Claim]) -> Mapping[str, float]:
-        mine = [
-            (claim, term)
-            for claim in claims
-            if (term := self._terms.get(claim.owner)) is not None
-        ]
+        terms = self._terms
+        mine = [(one, terms[one.owner]) for one in claims if one.owner in terms]
         if not mine:
             return {}
         sent = clock.now()
@@ -149,24 +159,20 @@ class QuorumBackend(Votes):
         answers = self._ask(
             lambda member: member.backend.renew(
                 [self._at(member, claim, term) for claim, term in mine]
-            ),
-            self._suffices,
+            )
         )
         self._enough(answers)
         result: dict[str, float] = {}
         for claim, term in mine:
-            left = [
-                said[term.owner] for said in answers.said.values() if term.owner in said
-            ]
+            left = {
+                alias: said[term.owner]
+                for alias, said in answers.said.items()
+                if term.owner in said
+            }
             if len(left) >= self.majority:
-                result[claim.owner] = min(claim.ttl, self._guaranteed(left))
+                result[claim.owner] = min(claim.ttl, self._guaranteed(left.values()))
                 term.ends = sent + result[claim.owner]
-                without = [
-                    alias
-                    for alias, said in answers.said.items()
-                    if term.owner not in said
-                ]
-                self._retry_members(claim, term, without)
+                self._retry_members(claim, term, answers.said.keys() - left.keys())
             elif len(answers.said) - len(left) > len(self.of) - self.majority:
                 self._end(claim, term)
             else:
@@ -177,24 +183,26 @@ class QuorumBackend(Votes):
         claim = claims[0]
         if count is None or (term := self._terms.get(claim.owner)) is None:
             return False
-        answers = self._ask(
-            lambda member: member.backend.verify(
-                [self._at(member, claim, term)], count
-            ),
-            self._decided,
+        return self._counted(
+            self._ask(
+                lambda member: member.backend.verify(
+                    [self._at(member, claim, term)], count
+                ),
+                Answers.is_decided,
+            )
         )
-        return self._counted(answers)
 
     def release(self, claim: Claim, *, failed: bool = False, keep: float = 0.0) -> bool:
         if (term := self._terms.get(claim.owner)) is None:
             return False
-        answers = self._end(claim, term, self._decided, failed=failed, keep=keep)
-        return self._counted(answers)
+        return self._counted(
+            self._end(claim, term, Answers.is_decided, failed=failed, keep=keep)
+        )
 
     def holder(self, key: str) -> Holder | None:
         answers = self._ask(
             lambda member: member.backend.holder(member.backend.prefix + key),
-            self._decided,
+            Answers.is_decided,
         )
         self._enough(answers)
         if answers.no() >= self.majority:
@@ -228,6 +236,103 @@ class QuorumBackend(Votes):
 
     # The members.
 
+    def members(self) -> Sequence[Member]:
+        """Return the members, or raise an error that names an unsuitable one."""
+        if not self._members:
+            backends: dict[str, Backend] = {}
+            for alias in self.of:
+                if (why := self._unsuitable(alias, backends)) is not None:
+                    raise ImproperlyConfigured(
+                        f"DLOCKS[{self.alias!r}]['OPTIONS']['of']: {why}"
+                    )
+            # Two threads may both get here. A request is correct with either list.
+            self._members = [Member(*one) for one in backends.items()]
+        return self._members
+
+    def _unsuitable(self, alias: str, others: dict[str, Backend]) -> str | None:
+        """Add the backend of an alias to others, or return why it is unsuitable."""
+        no = f"{alias!r} cannot be a member:"
+        try:
+            backend = self.runtime.backend_of(alias)
+        except ImproperlyConfigured as error:
+            return f"{no} {error}"
+        if isinstance(backend, QuorumBackend) or not backend.exclusive:
+            return f"{no} it is a {type(backend).__name__}."
+        if not backend.has_fixed_prefix:
+            # Requests run in threads of the members, which do not know the caller's
+            # tenant.
+            return (
+                f"{no} its prefix is a function. Set the prefix on {self.alias!r}"
+                " instead."
+            )
+        for other, known in others.items():
+            if known.identity == backend.identity:
+                return (
+                    f"{other!r} and {alias!r} keep their locks in the same place, which"
+                    " has only one vote."
+                )
+        others[alias] = backend
+        return None
+
+    def _ask(
+        self,
+        question: Callable[[Member], Any],
+        is_enough: Callable[[Answers], bool] = Answers.suffices,
+        *,
+        cancel: bool = True,
+    ) -> Answers:
+        """Send a request to all members in parallel, and return the replies.
+
+        The wait ends after ``node_timeout`` seconds. Members with an overdue reply are
+        not waited for if the other replies are enough. ``cancel`` withdraws requests
+        that no thread has begun.
+        """
+        asked = {member.ask(question): member for member in self.members()}
+        pending = set(asked)
+        answers = Answers(len(asked))
+        deadline = clock.real_now() + self.node_timeout
+        while pending and not (
+            is_enough(answers) and all(asked[future].silent for future in pending)
+        ):
+            left = max(0.0, deadline - clock.real_now())
+            done, pending = wait(pending, left, FIRST_COMPLETED)
+            for future in done:
+                if (error := future.exception()) is None:
+                    answers.said[asked[future].alias] = future.result()
+                else:
+                    answers.failed[asked[future].alias] = error
+            if not done:
+                late = TimeoutError(f"no answer within {self.node_timeout:g} s")
+                for future in pending:
+                    asked[future].silent = True
+                    answers.failed[asked[future].alias] = late
+                break
+        if cancel:
+            for future in pending:
+                future.cancel()
+        return answers
+
+    def _counted(self, answers: Answers) -> bool:
+        if not answers.is_decided():
+            raise self._failure(answers)
+        return answers.yes() >= self.majority
+
+    def _enough(self, answers: Answers) -> None:
+        """Raise LockBackendError unless enough members for a majority replied."""
+        if not answers.suffices():
+            raise self._failure(answers)
+
+    def _failure(self, answers: Answers) -> LockBackendError:
+        failed = "; ".join(
+            f"{alias}: {error}" for alias, error in sorted(answers.failed.items())
+        )
+        trouble = LockBackendError(
+            f"DLOCKS[{self.alias!r}]: {len(answers.said)} of {len(self.of)} members"
+            f" answered, and {self.majority} must agree. {failed}"
+        )
+        trouble.__cause__ = next(iter(answers.failed.values()), None)
+        return trouble
+
     def _at(self, member: Member, claim: Claim, term: Term) -> Claim:
         """Return the claim that is sent to a member."""
         return replace(
@@ -256,7 +361,9 @@ class QuorumBackend(Votes):
             return None
         return grant
 
-    def _retry_members(self, claim: Claim, term: Term, aliases: Sequence[str]) -> None:
+    def _retry_members(
+        self, claim: Claim, term: Term, aliases: Collection[str]
+    ) -> None:
         """Send the claim to the members that do not hold it.
 
         They were unreachable, and have lost the grant or never received the request.
@@ -269,7 +376,7 @@ class QuorumBackend(Votes):
         self,
         claim: Claim,
         term: Term,
-        decided: Callable[[Answers], bool] | None = None,
+        is_enough: Callable[[Answers], bool] = Answers.suffices,
         *,
         failed: bool = True,
         keep: float = 0.0,
@@ -280,7 +387,7 @@ class QuorumBackend(Votes):
             lambda member: member.backend.release(
                 self._at(member, claim, term), failed=failed, keep=keep
             ),
-            decided or self._suffices,
+            is_enough,
             cancel=False,
         )
         self._terms.pop(claim.owner, None)

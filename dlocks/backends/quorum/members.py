@@ -1,4 +1,4 @@
-"""The members of a quorum, with threads of their own."""
+"""The members of a quorum, with threads of their own, and their replies."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any
 
 from dlocks.backends.base import Backend
 from dlocks.runtime.pools import use_private_connections
 from dlocks.runtime.process import each_in_child
 from dlocks.runtime.requests import request
 
-T = TypeVar("T")
 # The largest number of threads that send requests to one member. A member that does not
 # reply blocks that many requests.
 THREADS = 8
@@ -28,9 +27,10 @@ IDLE_CLOSE_AFTER = 0.5
 
 
 class Member:
-    """One of the backends, with threads of its own for its requests.
+    """One of the backends, with daemon threads of its own for its requests.
 
-    A member that does not reply delays no other member.
+    So a member that does not reply delays no other one. An executor would refuse
+    requests while Python exits.
     """
 
     def __init__(self, alias: str, backend: Backend) -> None:
@@ -52,8 +52,8 @@ class Member:
         )
         self._threads = self._idle = 0
 
-    def ask(self, question: Callable[[Member], T]) -> Future[T]:
-        future: Future[T] = Future()
+    def ask(self, question: Callable[[Member], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
         with self._mutex:
             self._jobs.append((future, lambda: question(self)))
             if len(self._jobs) > self._idle and self._threads < THREADS:
@@ -89,3 +89,33 @@ class Member:
 
 
 _members = each_in_child(Member._reset)
+
+
+class Answers:
+    """The replies of the members by alias, and the errors of the others."""
+
+    def __init__(self, members: int) -> None:
+        self.members = members
+        self.majority = members // 2 + 1
+        self.said: dict[str, Any] = {}
+        self.failed: dict[str, BaseException] = {}
+
+    def yes(self) -> int:
+        return sum(bool(answer) for answer in self.said.values())
+
+    def no(self) -> int:
+        return len(self.said) - self.yes()
+
+    def is_refused(self) -> bool:
+        return self.no() > self.members - self.majority
+
+    def is_decided(self) -> bool:
+        return self.yes() >= self.majority or self.is_refused()
+
+    def suffices(self) -> bool:
+        """Return whether to ignore the replies that are still missing.
+
+        Their votes may even be decisive. A split vote is abandoned at once, so that the
+        next one can succeed.
+        """
+        return len(self.said) >= self.majority
