@@ -25,6 +25,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
+from itertools import compress
 from queue import Empty, SimpleQueue
 from typing import Any, ClassVar
 from urllib.parse import unquote
@@ -109,9 +110,6 @@ class ZooKeeperBackend(LocalClaims):
             isinstance(auth, str) and all(auth.partition(":"))
         ):
             raise ValueError("auth must be like 'user:password'")
-        client = {} if client is None else client
-        if not isinstance(client, Mapping):
-            raise TypeError("client must be a dictionary of keywords for KazooClient")
         self.root = root
         self.ensemble = Ensemble(
             alias,
@@ -119,7 +117,7 @@ class ZooKeeperBackend(LocalClaims):
             seconds("session_timeout", session_timeout, above_zero=True),
             seconds("connect_timeout", connect_timeout, above_zero=True),
             auth,
-            client,
+            {} if client is None else client,
             self._session_ended,
         )
         self.nodes = Nodes(self.ensemble, root)
@@ -234,33 +232,18 @@ class ZooKeeperBackend(LocalClaims):
         """Yield the holders of a key, or those that share it."""
         parent = self.nodes.parent(key)
         granted = self.nodes.queue_of(parent).granted
+        found = [ticket for ticket in granted if ticket.shared or not shared]
+        answers = self.ensemble.ask(
+            *(("get", f"{parent}/{ticket.name}") for ticket in found)
+        )
         with self._mutex:
             own = dict((entry.ticket, entry) for entry in self._all() if entry.token)
-        for ticket in granted:
-            if shared and not ticket.shared:
-                continue
+        for ticket, answer in zip(found, answers, strict=True):
             if entry := own.get(ticket):
                 if not entry.kept:
                     yield self._own_holder(entry)
-                continue
-            (answer,) = self.ensemble.ask(("get", f"{parent}/{ticket.name}"))
-            if isinstance(answer, NoNodeError):
-                continue
-            data, stat = answer
-            known = {}
-            with suppress(ValueError):
-                known = dict(json.loads(data))
-            created = datetime.fromtimestamp(stat.ctime / 1000, UTC)
-            yield Holder(
-                key=key,
-                holder=str(known.get("holder") or ""),
-                owner_ip=known.get("ip"),
-                since=None if known.get("waited", True) else created,
-                remaining=math.inf,
-                token=stat.czxid,
-                count=1,
-                stale=False,
-            )
+            elif not isinstance(answer, NoNodeError):
+                yield _holder_of(key, *answer)
 
     def keys(self) -> list[str]:
         queues = self._queues()
@@ -357,18 +340,17 @@ class ZooKeeperBackend(LocalClaims):
                 {entry.parent for entry in pending}, timeout
             )
             watching = [one for one in pending if self._sees(one, queues[one.parent])]
-            queues, pending = None, set(watching)
+            queues = None
             # exists() would leave a permanent watch on a node that is gone.
             reads = [
                 ("get", f"{one.parent}/{one.watched}", partial(self._on_watch, one))
                 for one in watching
             ]
+            pending = set(watching)
             try:
                 answers = self.ensemble.ask(*reads, timeout=timeout) if reads else []
-                for entry, answer in zip(watching, answers, strict=True):
-                    if isinstance(answer, NoNodeError):
-                        continue
-                    pending.remove(entry)
+                there = [not isinstance(answer, NoNodeError) for answer in answers]
+                pending -= set(compress(watching, there))
             finally:
                 # Their node was deleted meanwhile, or there is no answer.
                 for entry in pending:
@@ -572,6 +554,24 @@ class ZooKeeperBackend(LocalClaims):
 
 
 all_backends = each_in_child(ZooKeeperBackend._forked)
+
+
+def _holder_of(key: str, data: bytes, stat: Any) -> Holder:
+    """Return the holder that created a node with this data."""
+    known = {}
+    with suppress(ValueError):
+        known = dict(json.loads(data))
+    created = datetime.fromtimestamp(stat.ctime / 1000, UTC)
+    return Holder(
+        key=key,
+        holder=str(known.get("holder") or ""),
+        owner_ip=known.get("ip"),
+        since=None if known.get("waited", True) else created,
+        remaining=math.inf,
+        token=stat.czxid,
+        count=1,
+        stale=False,
+    )
 
 
 class ZooKeeperInspector(Inspector):

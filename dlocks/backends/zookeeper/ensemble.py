@@ -121,7 +121,7 @@ class Ensemble:
             # This does not connect.
             self._make()
         except Exception as error:
-            raise ValueError(f"client is refused by kazoo: {error}") from error
+            raise ValueError(f"client is refused by KazooClient: {error}") from error
 
     @property
     def lease(self) -> float:
