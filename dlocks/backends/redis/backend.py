@@ -141,14 +141,16 @@ class RedisBackend(Backend):
     def identity(self) -> str:
         return self._identity
 
+    def _run(self, script: scripts.Script, claim: Claim, *arguments: Any) -> Any:
+        return self._requests.run(script, [(claim, arguments)])[0]
+
     def _read(self, script: scripts.Script, key: str) -> Any:
-        claim = Claim(key=key, ttl=0.0, owner="")
-        return self._requests.run_all(script, [(claim, ())])[0]
+        return self._run(script, Claim(key=key, ttl=0.0, owner=""))
 
     # The backend interface.
 
     def acquire(self, claim: Claim) -> Grant | None:
-        answer = self._requests.run(
+        answer = self._run(
             scripts.ACQUIRE,
             claim,
             milliseconds(claim.ttl),
@@ -171,7 +173,7 @@ class RedisBackend(Backend):
 
     def renew(self, claims: Sequence[Claim]) -> Mapping[str, float]:
         calls = [(claim, (milliseconds(claim.ttl),)) for claim in claims]
-        answers = self._requests.run_all(scripts.RENEW, calls)
+        answers = self._requests.run(scripts.RENEW, calls)
         left = {}
         for claim, answer in zip(claims, answers, strict=True):
             if answer:
@@ -187,23 +189,19 @@ class RedisBackend(Backend):
         return left
 
     def verify(self, claims: Sequence[Claim], count: int | None = None) -> bool:
-        return count is not None and bool(
-            self._requests.run(scripts.VERIFY, claims[0], count)
-        )
+        return count is not None and bool(self._run(scripts.VERIFY, claims[0], count))
 
     def release(self, claim: Claim, *, failed: bool = False, keep: float = 0.0) -> bool:
-        arguments = "F" if failed else "S", milliseconds(keep) if keep else 0
         sent: list[Any] = []
-        released = bool(
-            self._requests.run(scripts.RELEASE, claim, *arguments, sent=sent)
-        )
+        arguments = "F" if failed else "S", milliseconds(keep) if keep else 0
+        (released,) = self._requests.run(scripts.RELEASE, [(claim, arguments)], sent)
         # The reply to the first request was lost. It may have released the key, which
         # another claim may hold by now.
-        return released or len(sent) > 1
+        return bool(released) or len(sent) > 1
 
     def exchange(self, claim: Claim, successor: Claim) -> Grant | None:
         ttl, ip = milliseconds(successor.ttl), successor.owner_ip or ""
-        token = self._requests.run(
+        token = self._run(
             scripts.EXCHANGE, claim, successor.owner, ttl, successor.holder, ip
         )
         return None if token is None else Grant(int(token))
@@ -261,7 +259,7 @@ class RedisBackend(Backend):
             "channel": channel,
         }
         at = "" if position is None else position
-        number = self._requests.run(scripts.QUEUE, claim, json.dumps(waits), at)
+        number = self._run(scripts.QUEUE, claim, json.dumps(waits), at)
         if number == "ask":
             return Ticket(must_retry=True)
         return Ticket(position=int(number))
@@ -270,7 +268,7 @@ class RedisBackend(Backend):
         self, claims: Sequence[Claim], *, heartbeat: bool = True
     ) -> Mapping[str, Ticket]:
         calls = [(claim, (int(heartbeat),)) for claim in claims]
-        answers = self._requests.run_all(scripts.LOOK, calls)
+        answers = self._requests.run(scripts.LOOK, calls)
         return {
             claim.owner: (
                 Ticket(ahead=1) if isinstance(found, Exception) else _ticket(found)

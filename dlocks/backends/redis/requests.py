@@ -59,34 +59,28 @@ class Requests:
     def run(
         self,
         script: Script,
-        claim: Claim,
-        *arguments: Any,
+        calls: Sequence[tuple[Claim, tuple[Any, ...]]],
         sent: list[Any] | None = None,
-    ) -> Any:
-        """Run a script for a claim, and append to ``sent`` per request."""
-        words = self._words(claim, arguments)
-        return self.request(lambda client: _evaluate(client, script, words, sent))
-
-    @sensitive_variables()
-    def run_all(
-        self, script: Script, calls: Sequence[tuple[Claim, tuple[Any, ...]]]
     ) -> list[Any]:
-        """Run a script for each claim and its arguments.
+        """Run a script for each claim and its arguments, and return the replies.
 
         This takes one round trip, except on a cluster. If some calls fail, their errors
-        are in the result. If all fail, the first error is raised.
+        are in the result. If all fail, the first error is raised. Each request of the
+        first call is appended to ``sent``.
         """
         words = [self._words(*call) for call in calls]
 
         def run(client: Any) -> list[Any]:
             if isinstance(client, redis.RedisCluster):
-                return _evaluate_each(client, script, words)
+                return _evaluate_each(client, script, words, sent)
             first: Any
             try:
                 # The first call makes sure that the script is loaded.
-                first = _evaluate(client, script, words[0])
+                first = _evaluate(client, script, words[0], sent)
             except redis.ResponseError as error:
                 first = error
+            if not words[1:]:
+                return [first]
             with client.pipeline(transaction=False) as pipeline:
                 for these in words[1:]:
                     pipeline.evalsha(script.sha, *these)
@@ -194,7 +188,7 @@ def milliseconds(value: float) -> int:
 
 
 def _evaluate(
-    client: Any, script: Script, words: Sequence[Any], sent: list[Any] | None = None
+    client: Any, script: Script, words: Sequence[Any], sent: list[Any] | None
 ) -> Any:
     tries = CLUSTER_TRIES if isinstance(client, redis.RedisCluster) else 0
     while True:
@@ -212,7 +206,10 @@ def _evaluate(
 
 
 def _evaluate_each(
-    client: Any, script: Script, words: Sequence[Sequence[Any]]
+    client: Any,
+    script: Script,
+    words: Sequence[Sequence[Any]],
+    sent: list[Any] | None,
 ) -> list[Any]:
     """Run a script for each call on its node of a cluster, and return all errors."""
     answers: list[Any] = []
@@ -222,7 +219,7 @@ def _evaluate_each(
         node = None
         try:
             node = client.get_node_from_key(these[1])
-            answers.append(silent.get(node) or _evaluate(client, script, these))
+            answers.append(silent.get(node) or _evaluate(client, script, these, sent))
         except TROUBLE as error:
             uncovered = isinstance(error, redis.exceptions.SlotNotCoveredError)
             if node is not None and isinstance(error, SILENT) and not uncovered:
