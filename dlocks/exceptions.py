@@ -20,8 +20,10 @@ class LockError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Pickle does not know the constructors' keywords. Task queues and process pools
-        # send errors.
-        return _restored, (type(self), self.args, self.__dict__)
+        # send errors, and not every model instance can be pickled.
+        state = {**self.__dict__}
+        state.pop("instance", None)
+        return _restored, (type(self), self.args, state)
 
 
 class LockTimeout(LockError, TimeoutError):
@@ -96,10 +98,13 @@ class LockBackendError(LockError):
 class StaleVersion(LockError):
     """A row of a ``VersionedModel`` was changed since it was read.
 
-    Nothing was written. ``held`` is the caller's version. ``found`` is the one in the
-    database, or None if the row is gone. ``bulk_update()`` lists all stale rows in
-    ``pks``, and the first in ``pk``.
+    Nothing was written. ``instance`` was refused. ``held`` is its version. ``found`` is
+    the one in the database, or None if the row is gone. ``bulk_update()`` lists all
+    stale rows in ``pks``, and the first in ``pk`` and ``instance``. An unpickled error
+    has no instance.
     """
+
+    instance: Model | None = None
 
     def __init__(
         self,
@@ -121,24 +126,29 @@ class StaleVersion(LockError):
         held = "no version" if self.held is None else f"version {self.held}"
         if self.found is None:
             what = f"{self.model._meta.label} {self.pk!r} is gone; expected {held}"
+            way_out = "To insert it again, use save(force_insert=True)."
         else:
             what = (
                 f"{self.model._meta.label} {self.pk!r} has changed: expected {held},"
                 f" found version {self.found}"
             )
+            way_out = "Read it again, then repeat the change."
         if len(self.pks) > 1:
             named = ", ".join(map(repr, self.pks[:NAMED])) + (
                 ", ..." if len(self.pks) > NAMED else ""
             )
             what += f"; {len(self.pks)} rows are stale: {named}"
-        return f"{what}. Nothing was written. Read it again, then repeat the change."
+        return f"{what}. Nothing was written. {way_out}"
 
 
 class StaleToken(LockError):
     """A write to a ``FencedModel`` row carried an outdated fencing token.
 
     Nothing was written. ``found`` is the token in the row, or None if the row is gone.
+    It is older if the claim of the row was rolled back.
     """
+
+    instance: Model | None = None
 
     def __init__(
         self, model: type[Model], pk: Any, token: int, found: int | None
@@ -153,6 +163,11 @@ class StaleToken(LockError):
         what = f"{self.model._meta.label} {self.pk!r}"
         if self.found is None:
             return f"{what} is gone. Token {self.token} cannot write to it."
+        if self.found < self.token:
+            return (
+                f"{what} has token {self.found}, so the claim with token {self.token}"
+                " was rolled back. Nothing was written. Claim the row again."
+            )
         return (
             f"{what} has token {self.found}, which is newer than token {self.token}."
             " Nothing was written. Another caller has acquired the lock: stop this"

@@ -45,8 +45,6 @@ class TransactionMarker:
         self.keys: dict[Any, None] = {}
         # Holds that belong to the transaction and may have no other reference.
         self.holds: list[Any] = []
-        # The models that are written here, for of_write().
-        self.models: set[Any] = set()
         # Django's name for a callback that fails after a commit.
         self.__qualname__ = type(self).__name__
         callbacks = connection.run_on_commit
@@ -97,14 +95,6 @@ class TransactionMarker:
             if isinstance(marker, cls) and marker._first and found == savepoints:
                 return marker
         return cls(connection, savepoints, first=True)
-
-    @classmethod
-    def of_write(cls, connection: BaseDatabaseWrapper, model: Any) -> Self | None:
-        """Return the marker of the last write to a model that may be rolled back."""
-        for _savepoints, marker, *_ in connection.run_on_commit:
-            if isinstance(marker, cls) and model in marker.models:
-                return marker
-        return None
 
     @staticmethod
     def _block_of_test(connection: BaseDatabaseWrapper) -> Any:

@@ -7,7 +7,6 @@ from dlocks.optimistic import (
     VersionedManager,
     VersionedModel,
     VersionField,
-    microseconds,
 )
 
 
@@ -71,7 +70,7 @@ class Page(VersionedModel):
     """
 
     version = None
-    lock_version = VersionField(start=microseconds, ignore_fields=["hits"])
+    lock_version = VersionField(ignore_fields=["hits"])
 
     slug = models.CharField(max_length=50, primary_key=True)
     text = models.TextField(default="")
@@ -99,6 +98,45 @@ class Comment(VersionedModel):
     article = models.ForeignKey(Article, models.CASCADE, related_name="comments")
     text = models.CharField(max_length=50)
     author = models.CharField(max_length=50, blank=True, default="")
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class Chapter(models.Model):
+    def __str__(self) -> str:
+        return str(self.pk)
+
+
+class OnlyOpen(models.Model):
+    """A mixin that compares another field, and passes its arguments by keyword."""
+
+    ARGUMENTS = (
+        "using", "pk_val", "values", "update_fields", "forced_update",
+        "returning_fields",
+    )  # fmt: skip
+
+    class Meta:
+        abstract = True
+
+    def _do_update(self, base_qs, *args, **kwargs):
+        kwargs |= dict(zip(self.ARGUMENTS, args, strict=False))
+        return super()._do_update(base_qs=base_qs.exclude(text="closed"), **kwargs)
+
+
+def clear_editor(collector, field, sub_objs, using):
+    collector.add_field_update(field, None, sub_objs)
+
+
+class Note(OnlyOpen, VersionedModel):
+    """A versioned row that Django and a mixin write in unusual ways."""
+
+    chapter = models.ForeignKey(Chapter, models.CASCADE)
+    editor = models.ForeignKey(Counter, clear_editor, null=True)
+    text = models.CharField(max_length=50, default="")
+
+    class Meta(VersionedModel.Meta):
+        order_with_respect_to = "chapter"
 
     def __str__(self) -> str:
         return self.text

@@ -7,7 +7,7 @@ from dlocks.exceptions import StaleToken, StaleVersion
 from dlocks.optimistic.fenced import FencedManager, FencedModel
 from dlocks.optimistic.fenced_queryset import FencedQuerySet
 from dlocks.optimistic.retry import retry_on_conflict
-from dlocks.optimistic.version_field import VersionField, microseconds
+from dlocks.optimistic.version_field import VersionField
 from dlocks.optimistic.versioned import VersionedModel
 from dlocks.optimistic.versioned_queryset import VersionedManager, VersionedQuerySet
 
@@ -21,6 +21,5 @@ __all__ = [
     "VersionedManager",
     "VersionedModel",
     "VersionedQuerySet",
-    "microseconds",
     "retry_on_conflict",
 ]

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from django.db import models, router, transaction
+from django.db import connections, models, router, transaction
 
 from dlocks.exceptions import StaleToken, StaleVersion
-from dlocks.optimistic.version_field import is_copy
-from dlocks.optimistic.versioned_queryset import current_rows, refusable
+from dlocks.transactions import TransactionMarker
 
 
 class CheckedModel(models.Model):
-    """An abstract model with a field that each write compares and advances.
+    """An abstract model with a field that each write compares and replaces.
 
-    The comparison is part of the statement that writes. A new instance is always
-    inserted, and never overwrites a row.
+    The comparison is part of the statement that writes. A model with several tables
+    compares first, in a statement of its own, so a refused save has written nothing. A
+    new instance is always inserted, and never overwrites a row.
     """
 
     class Meta:
@@ -40,7 +40,7 @@ class CheckedModel(models.Model):
         """Return the field's value after the write."""
         raise NotImplementedError
 
-    def _value_of_fixture(self, field: Any) -> Any:
+    def _value_of_fixture(self) -> Any:
         """Return the field's value after a fixture has overwritten the row."""
         raise NotImplementedError
 
@@ -48,34 +48,24 @@ class CheckedModel(models.Model):
         """Return whether a write of these fields compares nothing."""
         return False
 
-    def stale_error(self, held: int, found: int | None) -> StaleVersion | StaleToken:
-        """Return the error for a row with another value, or None without a row."""
-        return self._stale(type(self), self.pk, held, found)
-
     def delete(
         self, using: str | None = None, keep_parents: bool = False
     ) -> tuple[int, dict[str, int]]:
         if not self._is_pk_set():  # type: ignore[attr-defined]
             return super().delete(using=using, keep_parents=keep_parents)
-        held, field, state = self._held(), self._checked_field(), self._state
+        attname, held = self._checked_field().attname, self._held()
         using = using or router.db_for_write(type(self), instance=self)
         with transaction.atomic(using=using):
+            before = getattr(self, attname)
             # The row is written, and not only locked. On every engine, no other
-            # transaction can then write it until the commit.
-            rows: Any = field.model._base_manager.using(using).filter(
-                pk=self._get_pk_val(field.model._meta), **self.condition(held)
-            )
-            after = self.advance(held)
-            if not rows._update([(field, None, after)]):
-                raise self.stale_error(held, self._found(using))
-            before = getattr(self, field.attname), getattr(state, "written", None)
-            # Receivers of pre_delete may use the instance.
-            setattr(self, field.attname, after)
+            # transaction can then write it until the commit. Receivers of pre_delete
+            # may use the instance.
+            if not self._advance_row(using, held):
+                raise self._error(held, self._found(using))
             try:
                 return super().delete(using=using, keep_parents=keep_parents)
             finally:
-                setattr(self, field.attname, before[0])
-                state.written = before[1]  # type: ignore[attr-defined]
+                setattr(self, attname, before)
 
     def save_base(
         self,
@@ -86,31 +76,44 @@ class CheckedModel(models.Model):
         update_fields: Any = None,
     ) -> None:
         using = using or router.db_for_write(type(self), instance=self)
-        state: Any = self._state
-        is_update = (
-            self._is_pk_set()  # type: ignore[attr-defined]
-            and not (raw or force_insert)
-            and bool(not state.adding or force_update or update_fields)
-        )
-        if is_update and not self._ignores(update_fields):
+        if self._compares(raw or force_insert, force_update, update_fields):
+            # Raise the errors of wrong uses before any query.
             self._held()
-        # A row that was read either exists or has been deleted. It must not be inserted
-        # again.
-        state.was_read = (
-            is_update
-            and not state.adding
-            and not is_copy(self, using)
-            and self._was_written()
-        )
         try:
-            with refusable(self, using, self._stale):
-                super().save_base(raw, force_insert, force_update, using, update_fields)
-        finally:
-            state.was_read = False
+            super().save_base(raw, force_insert, force_update, using, update_fields)
+        except self._stale as error:
+            if error.instance is self and connections[using].in_atomic_block:
+                # Django marks the transaction as broken after any error in save(), but
+                # a refused one has written nothing.
+                transaction.set_rollback(False, using=using)
+            raise
 
-    def _was_written(self) -> bool:
-        """Return whether the instance's value comes from a row."""
-        return True
+    def _compares(self, inserts: Any, force_update: bool, update_fields: Any) -> bool:
+        """Return whether a save is of a row that exists, and compares the field."""
+        is_update = not self._state.adding or force_update or bool(update_fields)
+        is_update = is_update and self._is_pk_set()  # type: ignore[attr-defined]
+        return is_update and not (inserts or self._ignores(update_fields))
+
+    def _save_parents(
+        self, cls: Any, using: str, update_fields: Any, force_insert: Any, *args: Any,
+        **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        concrete: Any = self._meta.concrete_model
+        if cls is concrete:
+            # The beginning of a save, after the receivers of pre_save.
+            state: Any = self._state
+            state.before = self.__dict__.get(self._checked_field().attname)
+            state.is_compared = False
+            if concrete._meta.parents and self._compares(
+                force_insert, False, update_fields
+            ):
+                held = self._held()
+                state.is_compared = bool(self._advance_row(using, held))
+                if not state.is_compared:
+                    self._check_refusal(using, held)
+        return super()._save_parents(  # type: ignore[misc]
+            cls, using, update_fields, force_insert, *args, **kwargs
+        )
 
     def _save_table(
         self,
@@ -121,22 +124,26 @@ class CheckedModel(models.Model):
         using: str | None = None,
         update_fields: Any = None,
     ) -> Any:
+        """Write one table, and restore the field if that fails."""
         state: Any = self._state
+        state.is_raw = raw
         if self._is_checked(cls):
             if state.adding and not (raw or force_update or update_fields):
                 # Prevent Django's UPDATE of an existing row with this key, which was
                 # not read.
                 force_insert = True
-            if force_insert and getattr(state, "was_read", False):
-                # Its parent was missing, and has just been inserted.
-                raise self.stale_error(self._held(), None)
-        state.is_raw = raw
+            state.is_copy = _is_copy(self, using)
         try:
-            return super()._save_table(  # type: ignore[misc]
+            updated = super()._save_table(  # type: ignore[misc]
                 raw, cls, force_insert, force_update, using, update_fields
             )
-        finally:
-            state.is_raw = False
+        except BaseException:
+            if not raw and state.before is not None:
+                setattr(self, self._checked_field().attname, state.before)
+            raise
+        if not updated and self._is_checked(cls):
+            note_inserted([self], using)
+        return updated
 
     def _do_update(  # type: ignore[override]
         self,
@@ -145,35 +152,63 @@ class CheckedModel(models.Model):
         pk_val: Any,
         values: Any,
         update_fields: Any,
-        *others: Any,
+        forced_update: Any,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         """Write the row of one table, and compare the field in the WHERE clause."""
-        field = self._checked_field()
-        is_raw, held, after = getattr(self._state, "is_raw", False), 0, None
+        field, held, after = self._checked_field(), None, None
         if self._is_checked(base_qs.model):
+            state: Any = self._state
             values = [value for value in values if value[0] != field]
-            if self._ignores(update_fields):
-                pass
-            elif is_raw:
-                values.append((field, None, self._value_of_fixture(field)))
-            else:
+            if state.is_raw:
+                after = self._value_of_fixture()
+            elif not (state.is_compared or self._ignores(update_fields)):
                 held = self._held()
                 after = self.advance(held)
-                values.append((field, None, after))
                 base_qs = base_qs.filter(**self.condition(held))
+            if after is not None:
+                values.append((field, None, after))
         updated = super()._do_update(
-            base_qs, using, pk_val, values, update_fields, *others
-        )
-        if after is None:
-            return updated
-        if updated:
+            base_qs, using, pk_val, values, update_fields, forced_update, *args,
+            **kwargs,
+        )  # fmt: skip
+        if updated and isinstance(after, int):
             setattr(self, field.attname, after)
-            return updated
-        found = self._found(using)
-        if found is None and is_copy(self, using):
-            # A copy into another database that does not have the row yet.
-            return updated
-        raise self.stale_error(held, found)
+        elif not updated and held is not None:
+            self._check_refusal(using, held)
+        return updated
+
+    def _advance_row(self, using: str, held: int) -> int:
+        """Compare and replace the field alone; return the number of rows."""
+        field, after = self._checked_field(), self.advance(held)
+        rows = self._rows(using).filter(**self.condition(held))
+        written: int = rows._update([(field, None, after)])
+        if written:
+            setattr(self, field.attname, after)
+        return written
+
+    def _check_refusal(self, using: str, held: int) -> None:
+        """Raise the error of a write that matched no row, if it was the comparison."""
+        state, found = self._state, self._found(using)
+        inserted = getattr(state, "inserted", None)
+        if found is None and (
+            _is_copy(self, using) or (inserted is not None and inserted.was_rolled_back)
+        ):
+            # The row has never been there.
+            state.adding = True
+        elif found is None or not self._matches(found, held):
+            raise self._error(held, found)
+
+    def _matches(self, found: int, held: int) -> bool:
+        """Return whether a row with this value may be written."""
+        return found == held
+
+    def _error(self, held: int, found: int | None) -> StaleVersion | StaleToken:
+        """Return the error for a row with another value, or None without a row."""
+        error = self._stale(type(self), self.pk, held, found)
+        error.instance = self
+        return error
 
     def _is_checked(self, model: type[models.Model]) -> bool:
         """Return whether this model's table contains the field.
@@ -183,10 +218,45 @@ class CheckedModel(models.Model):
         owner = self._checked_field().model._meta.concrete_model
         return owner is model._meta.concrete_model
 
+    def _rows(self, using: str) -> Any:
+        """Return this instance's row in the table with the field."""
+        model = self._checked_field().model
+        rows = model._base_manager.using(using)
+        return rows.filter(pk=self._get_pk_val(model._meta))
+
     def _found(self, using: str, lock: bool = False) -> int | None:
         """Return the value in the row, or None if the row is gone."""
-        field = self._checked_field()
-        rows = current_rows(field.model._base_manager.using(using), lock)
-        rows = rows.filter(pk=self._get_pk_val(field.model._meta))
-        found: int | None = rows.values_list(field.attname, flat=True).first()
+        rows = current_rows(self._rows(using), lock)
+        found: int | None = rows.values_list(
+            self._checked_field().attname, flat=True
+        ).first()
         return found
+
+
+def note_inserted(instances: Any, using: str | None) -> None:
+    """Record the transaction of an insert.
+
+    Django's ``save()`` inserts an instance again if its insert was rolled back. Without
+    this, it would look like the instance of a row that was deleted.
+    """
+    marker = TransactionMarker.before_callbacks(connections[using])  # type: ignore[index]
+    for instance in instances:
+        instance._state.inserted = marker
+
+
+def _is_copy(instance: models.Model, using: str | None) -> bool:
+    """Return whether saving there copies the instance into another database."""
+    # Values that were read from a replica are written to the primary.
+    return instance._state.db not in {None, using} and using != router.db_for_write(
+        type(instance), instance=instance
+    )
+
+
+def current_rows(rows: Any, lock: bool = False) -> Any:
+    """Return the current rows, even in a transaction with an older snapshot.
+
+    PostgreSQL and SQLite refuse a write there. ``lock`` locks rows on PostgreSQL too.
+    """
+    connection = connections[rows.db]
+    lock = (lock or connection.vendor == "mysql") and not connection.get_autocommit()
+    return rows.select_for_update() if lock else rows

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 from asgiref.sync import sync_to_async
 from django.core import checks
@@ -16,10 +16,14 @@ from django.db.models.functions import Greatest
 from django.utils.translation import gettext_lazy as _
 
 from dlocks.exceptions import StaleToken
-from dlocks.optimistic.checked import CheckedModel
-from dlocks.optimistic.fenced_queryset import FencedQuerySet, HasToken, token_of
+from dlocks.optimistic.checked import CheckedModel, current_rows
+from dlocks.optimistic.fenced_queryset import (
+    FencedQuerySet,
+    HasToken,
+    token_of,
+    write_token,
+)
 from dlocks.optimistic.versioned import VersionedModel
-from dlocks.optimistic.versioned_queryset import current_rows
 
 
 class FencedManager(models.Manager.from_queryset(FencedQuerySet)):  # type: ignore[misc]
@@ -78,17 +82,16 @@ class FencedModel(CheckedModel):
 
         Raise StaleToken if the row has a newer token, and DoesNotExist if it is gone.
         """
-        token = token_of(hold)
+        token, state = token_of(hold), cast("Any", self._state)
         using = using or router.db_for_write(type(self), instance=self)
-        model: Any = self._meta.get_field("fence").model
-        rows = FencedQuerySet(model, using=using)
+        model: Any = self._checked_field().model._meta.concrete_model
         current = current_rows(type(self)._base_manager.using(using))
-        if not rows.filter(pk=self._get_pk_val(model._meta))._fence(token):
+        keys = [self._get_pk_val(model._meta)]
+        if not write_token(model, using, keys, token):
             newer = current.get(pk=self.pk, fence__gt=token)
-            raise self.stale_error(token, newer.fence)
+            raise self._error(token, newer.fence)
         self.refresh_from_db(from_queryset=current)
-        state: Any = self._state
-        state.token = token
+        state.token, state.inserted = token, None
 
     async def aclaim(self, hold: HasToken | int, using: str | None = None) -> None:
         await sync_to_async(self.claim)(hold, using=using)
@@ -114,12 +117,18 @@ class FencedModel(CheckedModel):
         return cls._meta.get_field("fence")
 
     def condition(self, held: int) -> dict[str, Any]:
-        return {"fence__lte": held}
+        # The claim has written its token. A row without it lost the claim in a
+        # rollback, and another holder may have written it since.
+        is_given = getattr(self._state, "is_given", False)
+        return {"fence__lte" if is_given else "fence": held}
 
     def advance(self, held: int) -> int:
         return held
 
-    def _value_of_fixture(self, field: Any) -> Any:
+    def _matches(self, found: int, held: int) -> bool:
+        return found == held or (found < held and "fence" not in self.condition(held))
+
+    def _value_of_fixture(self) -> Any:
         # It never lowers the fence.
         return Greatest(models.F("fence"), models.Value(self.fence))
 
@@ -137,13 +146,13 @@ class FencedModel(CheckedModel):
     def _with_token(self, token: HasToken | int | None) -> Iterator[None]:
         """Let the instance have a token for a single call."""
         state: Any = self._state
-        claimed = getattr(state, "token", None)
+        before = getattr(state, "token", None), getattr(state, "is_given", False)
         if token is not None:
-            state.token = token_of(token)
+            state.token, state.is_given = token_of(token), True
         try:
             yield
         finally:
-            state.token = claimed
+            state.token, state.is_given = before
 
     @classmethod
     def check(cls, **kwargs: Any) -> list[checks.CheckMessage]:

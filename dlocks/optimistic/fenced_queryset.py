@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 from asgiref.sync import sync_to_async
-from django.db import models, transaction
+from django.db import NotSupportedError, models, transaction
 
 from dlocks.exceptions import StaleToken
-from dlocks.optimistic.versioned_queryset import among_keys, current_rows, is_joined
+from dlocks.optimistic.checked import current_rows
 
 
 class HasToken(Protocol):
@@ -30,6 +29,16 @@ def token_of(hold: HasToken | int) -> int:
     return token
 
 
+def write_token(model: Any, using: str, keys: Iterable[Any], token: int) -> int:
+    """Write the token into the rows with these keys that have no newer one.
+
+    ``model`` has the fence in its own table. Return the number of rows.
+    """
+    rows = model._base_manager.using(using).filter(pk__in=keys, fence__lte=token)
+    written: int = rows._update([(model._meta.get_field("fence"), None, token)])
+    return written
+
+
 class FencedQuerySet(models.QuerySet[Any]):
     """A queryset that writes only with a token, which ``fenced(hold)`` sets."""
 
@@ -45,12 +54,16 @@ class FencedQuerySet(models.QuerySet[Any]):
         """
         token = token_of(hold)
         self._for_write = True
-        rows = current_rows(self.using(self.db).filter(pk=pk))
-        if not rows._fence(token):
+        with transaction.atomic(using=self.db):
+            rows = self.using(self.db).filter(pk=pk)
+            owner, keys = self._owner(), [pk]
+            if owner is not self.model._meta.concrete_model:
+                keys = rows._keys()
+            claimed = write_token(owner, self.db, keys, token)
+            rows = current_rows(rows)
             # A row that was inserted since is not claimed.
-            rows = rows.filter(fence__gt=token)
-        instance = rows.get()
-        if instance.fence > token:
+            instance = rows.get() if claimed else rows.filter(fence__gt=token).get()
+        if not claimed:
             raise StaleToken(self.model, pk, token, instance.fence)
         instance._state.token = token
         return instance
@@ -59,7 +72,7 @@ class FencedQuerySet(models.QuerySet[Any]):
         return await sync_to_async(self.claim)(pk, hold)
 
     def fenced(self, hold: HasToken | int) -> Any:
-        """Return this queryset with a token for its updates, deletions and inserts."""
+        """Return this queryset with a token for ``update()`` and ``create()``."""
         clone: Any = self._chain()  # type: ignore[attr-defined]
         clone._token = token_of(hold)
         return clone
@@ -74,52 +87,53 @@ class FencedQuerySet(models.QuerySet[Any]):
                 "fence cannot be set to a value. fenced(hold).update() writes the token"
                 " of the hold."
             )
-        with self._fenced() as rows:
+        if self._token is None:
+            raise RuntimeError(
+                f"{self.model._meta.label} can only be written with a token. Use"
+                " objects.fenced(hold).update(…), or objects.claim(pk, hold) and then"
+                " save()."
+            )
+        if self.query.is_sliced or self.query.combinator:
+            raise TypeError(
+                "A slice or a combination of querysets cannot be written with a token."
+            )
+        self._for_write = True
+        with transaction.atomic(using=self.db):
+            rows: Any = self.using(self.db)
+            owner, keys = self._owner(), rows._keys()
+            if write_token(owner, self.db, keys, self._token) < len(keys):
+                newer = owner._base_manager.using(self.db)
+                newer = newer.filter(pk__in=keys, fence__gt=self._token)
+                newer = current_rows(newer.order_by("fence"))
+                if found := newer.values_list("pk", "fence").last():
+                    raise StaleToken(self.model, found[0], self._token, found[1])
+            # The rows that were written above and are locked. Others may have begun to
+            # match since, and some of these may have ceased to.
+            rows = current_rows(rows._with_keys(keys).filter(fence=self._token))
             updated = super(FencedQuerySet, rows).update(**kwargs)
         self._result_cache = None
         return updated
-
-    def delete(self) -> tuple[int, dict[str, int]]:
-        """Delete all rows.
-
-        Raise StaleToken, and delete nothing, if a row has a newer token.
-        """
-        with self._fenced() as rows:
-            if rows.query.select_for_update:
-                # Django would read an old snapshot.
-                rows = rows._by_key(self.model)
-            deleted = super(FencedQuerySet, rows).delete()
-        self._result_cache = None
-        return deleted
 
     def create(self, **kwargs: Any) -> Any:
         """Insert a row, with the token if there is one.
 
         The ``save()`` and ``delete()`` of the instance use the token.
         """
-        # Django's method rejects the reverse names of a OneToOneField.
-        if (
-            self._token is None
-            or not self.model._meta._reverse_one_to_one_field_names.isdisjoint(kwargs)
-        ):
+        if self._token is None:
             return super().create(**kwargs)
         instance = self.model(**kwargs)
-        if hasattr(self, "_fetch_mode"):
-            # Django 6.1 and later.
-            instance._state.fetch_mode = self._fetch_mode
-        instance._state.token = self._token
         self._for_write = True
+        instance._state.token = self._token
         instance.save(force_insert=True, using=self.db)
         return instance
 
-    def bulk_update(
-        self, objs: Iterable[Any], fields: Iterable[str], batch_size: int | None = None
-    ) -> int:
-        """Update the fields of all instances with the token; see update()."""
-        self._need_token()
-        self._for_write = True
-        with transaction.atomic(using=self.db):
-            return super().bulk_update(objs, fields, batch_size)
+    def delete(self) -> tuple[int, dict[str, int]]:
+        """Raise NotSupportedError. Claim each row, and then ``delete()`` it."""
+        raise self._unsupported("delete")
+
+    def bulk_update(self, *args: Any, **kwargs: Any) -> int:
+        """Raise NotSupportedError. Claim each row, and then ``save()`` it."""
+        raise self._unsupported("bulk_update")
 
     def bulk_create(
         self,
@@ -127,97 +141,40 @@ class FencedQuerySet(models.QuerySet[Any]):
         batch_size: int | None = None,
         ignore_conflicts: bool = False,
         update_conflicts: bool = False,
-        update_fields: Any = None,
-        unique_fields: Any = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> list[Any]:
-        """Insert the instances, with the token if there is one; see create().
+        """Insert the instances without a token.
 
-        Raise ValueError for ``update_conflicts``, since such an update could not check
-        tokens.
+        Raise NotSupportedError with a token, or for ``update_conflicts``, since such an
+        update could not check tokens.
         """
-        if update_conflicts:
-            raise ValueError(
-                "bulk_create(update_conflicts=True) would overwrite rows without"
-                " comparing tokens."
-            )
-        objs = list(objs)
-        before = [
-            (getattr(instance._state, "token", None), instance.fence)
-            for instance in objs
-        ]
-        if self._token is not None:
-            for instance in objs:
-                instance._state.token = self._token
-        created = False
-        try:
-            rows = super().bulk_create(objs, batch_size, ignore_conflicts)
-            created = not ignore_conflicts
-        finally:
-            if not created:
-                # It is unknown which of the rows belong to these instances.
-                for instance, (token, fence) in zip(objs, before, strict=True):
-                    instance._state.token, instance.fence = token, fence
-        return rows
+        if update_conflicts or self._token is not None:
+            raise self._unsupported("bulk_create")
+        return super().bulk_create(objs, batch_size, ignore_conflicts)
 
-    def _need_token(self) -> int:
-        if self._token is None:
-            raise RuntimeError(
-                f"{self.model._meta.label} can only be written with a token. Use"
-                " objects.fenced(hold).update(…), or objects.claim(pk, hold) and then"
-                " save()."
-            )
-        return self._token
+    def _unsupported(self, name: str) -> NotSupportedError:
+        return NotSupportedError(
+            f"{name}() of {self.model._meta.label} cannot compare a token with each"
+            " row. Use fenced(hold).update() or fenced(hold).create(), or claim each"
+            " row and then save() or delete() it."
+        )
 
-    def _fence(self, token: int) -> int:
-        """Write the token into rows without a newer one; return their number."""
-        field = self.model._meta.get_field("fence")
-        rows: Any = self
-        owner: Any = field.model._meta.concrete_model
-        if owner is not self.model._meta.concrete_model or is_joined(self):
-            # Otherwise the statement would not check the fence again after it has
-            # waited for a row.
-            rows = self._by_key(owner)
-        rows = rows.filter(fence__lte=token).order_by()
-        written: int = rows._update([(field, None, token)])
-        return written
+    def _owner(self) -> Any:
+        """Return the model whose table contains the fence."""
+        return self.model._meta.get_field("fence").model._meta.concrete_model
 
-    def _by_key(self, model: Any) -> Any:
-        """Return the rows that match now, by their keys in the model's table."""
-        keys = among_keys(self, model)[1]
-        return type(self)(model, using=self.db).filter(pk__in=keys)
+    def _key_name(self) -> str:
+        link = self.model._meta.get_ancestor_link(self._owner())
+        return link.attname if link else "pk"
 
-    @contextmanager
-    def _fenced(self) -> Iterator[Any]:
-        """Write the token into all rows first, in a transaction.
+    def _keys(self) -> list[Any]:
+        """Return the keys of the rows in the table with the fence."""
+        keys = self.order_by().values_list(self._key_name(), flat=True)
+        return list(dict.fromkeys(keys))
 
-        Raise StaleToken if a row has a newer token.
-        """
-        token = self._need_token()
-        self._for_write = True
-        rows: Any = self.using(self.db)
-        with transaction.atomic(using=self.db):
-            if rows.query.is_sliced or rows.query.combinator:
-                raise TypeError(
-                    "A slice or a combination of querysets cannot be written with a"
-                    " token."
-                )
-            if is_joined(rows):
-                rows = current_rows(among_keys(rows, rows.model)[0])
-            written = rows._fence(token)
-            seen = rows.aggregate(
-                models.Count("pk", distinct=True), models.Max("fence")
-            )
-            if [*seen.values()] != [written, token if written else None]:
-                newer = rows.filter(fence__gt=token).order_by("fence")
-                newer = newer.values_list("pk", "fence")
-                # An old snapshot hides later writes. A locking read waits even for rows
-                # that the filter leaves out, so it is not used otherwise.
-                if found := newer.last() or current_rows(newer).last():
-                    raise StaleToken(rows.model, found[0], token, found[1])
-                rows = current_rows(rows)
-            # Only the rows that were written above and are locked. Other rows may have
-            # begun to match since.
-            yield rows.filter(fence=token)
+    def _with_keys(self, keys: list[Any]) -> Any:
+        return self.filter(**{f"{self._key_name()}__in": keys})
 
     def _clone(self) -> Any:
         clone = super()._clone()  # type: ignore[misc]

@@ -1,61 +1,84 @@
-"""The field with the version of a row, and what a rollback does to it."""
+"""The field with the version of a row, and the clock that versions come from."""
 
 from __future__ import annotations
 
+import random
+import threading
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from django.apps import apps
 from django.core.exceptions import FieldDoesNotExist
-from django.db import connections, models, router
+from django.db import models
 from django.db.models.query_utils import DeferredAttribute
 
-from dlocks.transactions import TransactionMarker
+from dlocks.runtime.process import in_child
+
+# The last version that this process has read from its clock.
+_last = 0
+# A leaf. A signal handler may write rows.
+_mutex = threading.RLock()
+
+# The most by which a version exceeds that of a row whose clock was ahead of ours.
+STEPS = 2**16
 
 
-def microseconds() -> int:
-    """Return the microseconds since 1970, as the first version of a row.
+def new_version(held: int = 0) -> int:
+    """Return a version above ``held`` that no other write has had.
 
-    Use it as ``VersionField(start=microseconds)``. A row that is created again under
-    the key of a deleted row then does not repeat that row's versions.
+    It is the time of this process in microseconds since 1970, and never the same twice.
+    So a write that was rolled back, and a row that was deleted, have versions that no
+    later row has. If ``held`` is the version of a faster clock, the step above it is
+    random, since another process may be doing the same.
     """
-    return time.time_ns() // 1000
+    global _last
+    with _mutex:
+        _last = now = max(_last + 1, time.time_ns() // 1000)
+    return now if now > held else held + step()
+
+
+def step() -> int:
+    """Return a random number from 1 to STEPS."""
+    return random.randint(1, STEPS)  # noqa: S311
+
+
+def _reset() -> None:
+    global _mutex
+    # Another thread of the parent may have held it.
+    _mutex = threading.RLock()
+
+
+in_child(_reset)
 
 
 class VersionAttribute(DeferredAttribute):
-    """An attribute that does not keep a version that was loaded later.
-
-    Such a version does not belong to the other values of the instance.
-    """
+    """An attribute that cannot be loaded later than the values it belongs to."""
 
     def __get__(self, instance: Any, cls: Any = None) -> Any:
-        if instance is None or self.field.attname in instance.__dict__:
-            return super().__get__(instance, cls)
-        value = super().__get__(instance, cls)
-        instance.__dict__.pop(self.field.attname, None)
-        return value
+        if instance is not None and self.field.attname not in instance.__dict__:
+            raise RuntimeError(
+                f"{instance._meta.label} {instance.pk!r} was loaded without its"
+                f" {self.field.name}, so a change of the row since then cannot be"
+                f" detected. Load the field with the instance. To overwrite the row"
+                f" anyway, call refresh_from_db(fields=[{self.field.name!r}]) first."
+            )
+        return super().__get__(instance, cls)
 
 
 class VersionField(models.BigIntegerField):  # type: ignore[type-arg]
-    """The version of a row, which every write increments.
+    """The version of a row, which every write replaces by a greater one.
 
-    It is 0 before the insert, and ``start`` afterwards. ``start`` is a number, or a
-    function that returns one. Writes of ``ignore_fields`` alone neither compare nor
-    increment the version. Use them for values that may be overwritten, such as a number
-    of views.
+    It is 0 before the insert, and the time in microseconds afterwards. Writes of
+    ``ignore_fields`` alone neither compare nor replace the version. Use them for values
+    that may be overwritten, such as a number of views.
     """
 
     descriptor_class = VersionAttribute
 
     def __init__(
-        self,
-        *args: Any,
-        start: int | Callable[[], int] = 1,
-        ignore_fields: Collection[str] = (),
-        **kwargs: Any,
+        self, *args: Any, ignore_fields: Collection[str] = (), **kwargs: Any
     ) -> None:
-        self.start = start
         self.ignore_fields = frozenset(ignore_fields)
         # Rows that are older than the column have version 0 as well.
         kwargs.setdefault("default", 0)
@@ -64,35 +87,27 @@ class VersionField(models.BigIntegerField):  # type: ignore[type-arg]
 
     def deconstruct(self) -> Any:
         name, _path, args, kwargs = super().deconstruct()
-        if self.start != 1:
-            kwargs["start"] = self.start
         if self.ignore_fields:
             kwargs["ignore_fields"] = sorted(self.ignore_fields)
         return name, "dlocks.optimistic.VersionField", args, kwargs
 
     def pre_save(self, model_instance: models.Model, add: bool) -> Any:
-        if add and self._starts(model_instance):
-            setattr(
-                model_instance,
-                self.attname,
-                self.start() if callable(self.start) else self.start,
-            )
+        if add and self._is_new(model_instance):
+            setattr(model_instance, self.attname, new_version())
         return getattr(model_instance, self.attname)
 
-    def _starts(self, instance: models.Model) -> bool:
-        """Return whether an insert uses the first version.
+    def _is_new(self, instance: models.Model) -> bool:
+        """Return whether an insert sets the version.
 
-        Otherwise it uses the instance's value. A model that only copies the field keeps
-        its values. For example, django-simple-history records the versions of a row.
+        Otherwise the row is a copy. For example, django-simple-history records the
+        versions of a row.
         """
-        if (
-            instance._meta.apps is not apps
-            and getattr(instance, self.attname) == self.get_default()
-        ):
-            # A data migration inserts a row. Its models derive from models.Model.
-            return True
         # A VersionedModel, whose module imports this one.
-        return hasattr(type(instance), "check_version")
+        if hasattr(type(instance), "check_version"):
+            return not getattr(instance._state, "is_copy", False)
+        # A data migration inserts a row. Its models derive from models.Model.
+        value = getattr(instance, self.attname)
+        return instance._meta.apps is not apps and bool(value == self.get_default())
 
     def ignores(self, model: type[models.Model], names: Iterable[str]) -> bool:
         """Return whether a write of these fields does not concern the version.
@@ -118,26 +133,3 @@ def version_field(model: type[models.Model]) -> VersionField:
         if isinstance(field, VersionField):
             return field
     raise FieldDoesNotExist(f"{model._meta.label} has no VersionField.")
-
-
-def note_written(
-    model: type[models.Model], instances: Iterable[models.Model], using: str
-) -> None:
-    """Record the transaction that has just incremented the instances' versions.
-
-    A rollback reverts these versions.
-    """
-    written = TransactionMarker.before_callbacks(connections[using])
-    if written is not None:
-        written.models.add(version_field(model).model._meta.concrete_model)
-    for instance in instances:
-        state: Any = instance._state
-        state.written = written
-
-
-def is_copy(instance: models.Model, using: str) -> bool:
-    """Return whether saving there copies the instance into another database."""
-    # Values that were read from a replica are written to the primary.
-    return instance._state.db not in {None, using} and using != router.db_for_write(
-        type(instance), instance=instance
-    )

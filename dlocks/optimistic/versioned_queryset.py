@@ -1,73 +1,56 @@
-"""Querysets whose writes increment the versions of rows."""
+"""Querysets whose writes replace the versions of rows."""
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from typing import Any
 
+from django.core.exceptions import FieldDoesNotExist
 from django.db import connections, models, transaction
+from django.db.models.constants import LOOKUP_SEP
+from django.db.models.functions import Greatest
 
-from dlocks.exceptions import StaleToken, StaleVersion
-from dlocks.optimistic.version_field import note_written, version_field
-
-
-def is_joined(rows: Any) -> bool:
-    """Return whether write statements do not check all of a queryset's conditions.
-
-    A condition on another table, for example a parent's, is checked before the write.
-    It is not checked again for a row that the statement had to wait for.
-    """
-    if not connections[rows.db].features.has_select_for_update:
-        # A writer locks the whole database.
-        return False
-    query = rows.query.chain()
-    query.get_initial_alias()
-    return (
-        bool(rows.model._meta.concrete_model._meta.parents)
-        or query.count_active_tables() > 1
-    )
-
-
-def among_keys(rows: Any, owner: Any) -> tuple[Any, list[Any]]:
-    """Return a queryset limited to its current rows, and their keys.
-
-    The keys are those in the owner's table.
-    """
-    link = rows.model._meta.get_ancestor_link(owner)
-    name = link.attname if link else "pk"
-    keys = list(rows.order_by().values_list(name, flat=True))
-    return rows.filter(**{f"{name}__in": keys}), keys
+from dlocks.exceptions import StaleVersion
+from dlocks.optimistic.checked import current_rows, note_inserted
+from dlocks.optimistic.version_field import (
+    VersionField,
+    new_version,
+    step,
+    version_field,
+)
 
 
 class VersionedQuerySet(models.QuerySet[Any]):
     """A queryset whose writes invalidate the versions that were read before."""
 
-    # Whether the versions of the rows have already been incremented.
+    # Whether the versions of the rows have already been replaced.
     _counted = False
 
     def update(self, **kwargs: Any) -> int:
-        """Update all rows, and increment their versions.
+        """Update all rows, and replace their versions.
 
         No versions are compared. Use ``filter(version=…)`` for that. Raise ValueError
-        for a version among the values, since the database increments it.
+        for a version among the values, since each update sets it.
         """
-        if self._counted or not kwargs:
-            return super().update(**kwargs)
         field = version_field(self.model)
-        self._refuse_version(kwargs)
-        if field.ignores(self.model, kwargs):
+        if self._counted or not kwargs or field.ignores(self.model, kwargs):
             return super().update(**kwargs)
+        self._refuse_version(kwargs)
+        return self._count(**kwargs)
+
+    def _count(self, **kwargs: Any) -> int:
+        """Replace the versions of all rows, and update other fields, if any."""
+        name, parents = version_field(self.model).name, self.model._meta.all_parents
         self._for_write = True
         # The version may be in a parent's table, which takes two statements.
-        with transaction.atomic(using=self.db, savepoint=False):
-            # If the rows are read later in the same transaction, a rollback reverts
-            # their versions.
-            note_written(self.model, [], self.db)
-            rows = self._locked(field.model._meta.concrete_model)
-            updated = super(VersionedQuerySet, rows).update(
-                **kwargs, **{field.name: models.F(field.name) + 1}
-            )
+        with (
+            transaction.atomic(using=self.db, savepoint=False)
+            if parents
+            else nullcontext()
+        ):
+            after = Greatest(models.F(name) + step(), models.Value(new_version()))
+            updated = super().update(**kwargs, **{name: after})
         # As in Django, earlier results are outdated.
         self._result_cache = None
         return updated
@@ -76,31 +59,14 @@ class VersionedQuerySet(models.QuerySet[Any]):
         name = version_field(self.model).name
         if name in names:
             raise ValueError(
-                f"{self.model._meta.label}.{name} is incremented by each update,"
-                " and cannot be set to a value."
+                f"{self.model._meta.label}.{name} is replaced by each update, and"
+                " cannot be set to a value."
             )
-
-    def _locked(self, owner: Any) -> Any:
-        """Return the rows, locked if the write does not check all conditions itself."""
-        query = self.query
-        if (
-            query.is_sliced
-            or query.combinator
-            or query.distinct_fields
-            or not is_joined(self)
-        ):
-            return self
-        rows, keys = among_keys(self.using(self.db), owner)
-        # The next statement checks the conditions again, when no other transaction can
-        # write the rows. One order avoids deadlocks.
-        locked = owner._base_manager.using(self.db).filter(pk__in=keys)
-        list(locked.order_by("pk").select_for_update().values_list("pk"))
-        return current_rows(rows)
 
     def bulk_update(
         self, objs: Iterable[Any], fields: Iterable[str], batch_size: int | None = None
     ) -> int:
-        """Update the fields of all instances; compare and increment their versions.
+        """Update the fields of all instances; compare and replace their versions.
 
         Raise StaleVersion with all stale instances if there are any. Nothing is written
         then.
@@ -113,42 +79,48 @@ class VersionedQuerySet(models.QuerySet[Any]):
             or not fields
             or field.ignores(self.model, fields)
             or not all(obj._is_pk_set() for obj in objs)
+            # Django's set_x_order() has read no rows. Its update() sets their versions.
+            or (self.model._meta.order_with_respect_to and fields == ("_order",))
         ):
             return super().bulk_update(objs, fields, batch_size)
         # The key in the table that contains the version, which may be a parent's.
         model: Any = field.model._meta.concrete_model
-        held = {obj._get_pk_val(model._meta): obj._held() for obj in objs}
+        rows = {obj._get_pk_val(model._meta): obj for obj in objs}
+        held = {pk: obj._held() for pk, obj in rows.items()}
         if len(held) < len(objs):
             raise ValueError(
                 "bulk_update() received two instances of the same row, and one of them"
                 " would be lost."
             )
         self._for_write = True
-        most = connections[self.db].ops.bulk_batch_size(["pk", "version"], objs)
-        size = min(batch_size, most) if batch_size and batch_size > 0 else most
-        pks = list(held)
+        after = new_version(max(held.values()))
         counted: Any = self._chain()  # type: ignore[attr-defined]
         counted._counted = True
         try:
             with transaction.atomic(using=self.db):
-                for start in range(0, len(pks), size):
-                    batch = {pk: held[pk] for pk in pks[start : start + size]}
-                    count_up(model, self.db, batch)
+                replace_versions(model, self.db, held, after, batch_size)
                 updated = super(VersionedQuerySet, counted).bulk_update(
                     objs, fields, batch_size
                 )
-        except _SomeAreStale as some:
-            (keys,) = some.args
-            # Read after the increments are rolled back.
-            rows = current_rows(model._base_manager.using(self.db))
-            found = dict(rows.filter(pk__in=keys).values_list("pk", field.attname))
-            stale = list(pk for pk in keys if found.get(pk) != held[pk]) or keys
-            pk = stale[0]
-            raise StaleVersion(self.model, pk, held[pk], found.get(pk), stale) from None
+        except _SomeAreStale:
+            error = self._stale_error(model, rows, held)
+            raise error from None
         for obj in objs:
-            setattr(obj, field.attname, held[obj._get_pk_val(model._meta)] + 1)
-        note_written(self.model, objs, self.db)
+            setattr(obj, field.attname, after)
         return updated
+
+    def _stale_error(
+        self, model: Any, rows: dict[Any, Any], held: dict[Any, int]
+    ) -> StaleVersion:
+        # Read after the new versions are rolled back.
+        current = model._base_manager.using(self.db).filter(pk__in=[*held])
+        attname = version_field(model).attname
+        found = dict(current_rows(current).values_list("pk", attname))
+        stale = [pk for pk in held if found.get(pk) != held[pk]] or list(held)
+        pk = stale[0]
+        error = StaleVersion(self.model, pk, held[pk], found.get(pk), stale)
+        error.instance = rows[pk]
+        return error
 
     def bulk_create(
         self,
@@ -156,8 +128,8 @@ class VersionedQuerySet(models.QuerySet[Any]):
         batch_size: int | None = None,
         ignore_conflicts: bool = False,
         update_conflicts: bool = False,
-        update_fields: Any = None,
-        unique_fields: Any = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> list[Any]:
         """Insert the instances.
 
@@ -168,9 +140,8 @@ class VersionedQuerySet(models.QuerySet[Any]):
         if update_conflicts:
             raise ValueError(
                 "bulk_create(update_conflicts=True) would overwrite rows without"
-                " comparing or incrementing their versions. Insert with"
-                " ignore_conflicts=True, then read the existing rows, and use"
-                " bulk_update() on them."
+                " comparing their versions. Insert with ignore_conflicts=True, then"
+                " read the existing rows, and use bulk_update() on them."
             )
         objs = super().bulk_create(objs, batch_size, ignore_conflicts)
         if ignore_conflicts:
@@ -182,13 +153,16 @@ class VersionedQuerySet(models.QuerySet[Any]):
                     # Django does not report which row it is.
                     setattr(obj, field.attname, field.get_default())
         else:
-            note_written(self.model, objs, self.db)
+            note_inserted(objs, self.db)
         return objs
 
     def only(self, *fields: Any) -> Any:
-        """Load only these fields, and the version that a save requires."""
-        if fields and fields != (None,):
-            fields = (*fields, version_field(self.model).name)
+        """Load only these fields, and the versions that a save requires."""
+        if fields and None not in fields:
+            versions = dict.fromkeys(
+                version for name in fields for version in versions_of(self.model, name)
+            )
+            fields = (*fields, *versions)
         return super().only(*fields)
 
     def _clone(self) -> Any:
@@ -197,59 +171,48 @@ class VersionedQuerySet(models.QuerySet[Any]):
         return clone
 
 
-def count_up(model: Any, using: str, held: dict[Any, int]) -> None:
-    """Increment the versions of rows that still have the expected version.
+def versions_of(model: Any, path: str) -> Iterator[str]:
+    """Yield the versions of the rows that a path of names leads through."""
+    before = ""
+    for name in path.split(LOOKUP_SEP):
+        for field in model._meta.concrete_fields:
+            if isinstance(field, VersionField):
+                yield before + field.name
+        try:
+            model = model._meta.get_field(name).related_model
+        except FieldDoesNotExist:
+            # Django's own error names the path.
+            return
+        if model is None:
+            return
+        before += name + LOOKUP_SEP
+
+
+def replace_versions(
+    model: Any, using: str, held: dict[Any, int], after: int, batch_size: int | None
+) -> None:
+    """Set the versions of rows that still have the expected version.
 
     Raise _SomeAreStale if any row does not have it.
     """
     field = version_field(model)
-    pks: dict[int, list[Any]] = {}
-    for pk, version in held.items():
-        pks.setdefault(version, []).append(pk)
-    same = models.Q()
-    for version, group in pks.items():
-        same |= models.Q(pk__in=group, **{field.attname: version})
-    rows = model._base_manager.using(using).filter(same)
-    if rows._update([(field, None, models.F(field.attname) + 1)]) < len(held):
-        raise _SomeAreStale(list(held))
+    pks = list(held)
+    most = connections[using].ops.bulk_batch_size(["pk", "pk", "version"], pks)
+    size = min(batch_size, most) if batch_size and batch_size > 0 else most
+    for start in range(0, len(pks), size):
+        batch = pks[start : start + size]
+        expected = models.Case(
+            *(models.When(pk=pk, then=models.Value(held[pk])) for pk in batch),
+            output_field=models.BigIntegerField(),
+        )
+        rows = model._base_manager.using(using).filter(pk__in=batch)
+        rows = rows.filter(**{field.attname: expected})
+        if rows._update([(field, None, after)]) < len(batch):
+            raise _SomeAreStale
 
 
 class _SomeAreStale(Exception):  # noqa: N818
-    """Some rows were not incremented, so roll back the others."""
-
-
-def current_rows(rows: Any, lock: bool = False) -> Any:
-    """Return the current rows, even in a transaction with an older snapshot.
-
-    PostgreSQL and SQLite refuse a write there. ``lock`` locks rows on PostgreSQL too.
-    """
-    connection = connections[rows.db]
-    lock = (lock or connection.vendor == "mysql") and not connection.get_autocommit()
-    return rows.select_for_update() if lock else rows
-
-
-@contextmanager
-def refusable(
-    instance: models.Model, using: str, refusal: type[StaleVersion | StaleToken]
-) -> Iterator[None]:
-    """Keep the caller's transaction usable after a refused save.
-
-    The refused save has written nothing.
-    """
-    if instance._meta.concrete_model._meta.parents:  # type: ignore[union-attr]
-        # Another table may have been written before.
-        with transaction.atomic(using=using):
-            yield
-        return
-    try:
-        yield
-    except refusal as error:
-        if (error.model, error.pk) == (type(instance), instance.pk) and connections[
-            using
-        ].in_atomic_block:
-            # Django marks the transaction as broken after any error in save().
-            transaction.set_rollback(False, using=using)
-        raise
+    """Some rows were not written, so roll back the others."""
 
 
 class VersionedManager(models.Manager.from_queryset(VersionedQuerySet)):  # type: ignore[misc]

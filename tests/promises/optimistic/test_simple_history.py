@@ -5,8 +5,6 @@ It runs in a process of its own.
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from tests.scripts import run_python
@@ -14,7 +12,6 @@ from tests.scripts import run_python
 pytestmark = pytest.mark.front
 
 CODE = """
-import json
 from django.conf import settings
 settings.configure(
     INSTALLED_APPS=[
@@ -30,7 +27,7 @@ from django.core.management import call_command
 from django.db import connection, models
 from simple_history.models import HistoricalRecords
 from simple_history.utils import bulk_create_with_history, bulk_update_with_history
-from dlocks.optimistic import FencedModel, VersionedModel, VersionField, microseconds
+from dlocks.optimistic import FencedModel, VersionedModel, VersionField
 
 class Article(VersionedModel):
     title = models.CharField(max_length=50)
@@ -40,7 +37,7 @@ class Article(VersionedModel):
 
 class Page(VersionedModel):
     version = None
-    revision = VersionField(start=microseconds)
+    revision = VersionField()
     history = HistoricalRecords()
     class Meta:
         app_label = "dlocks"
@@ -58,20 +55,26 @@ def recorded(model, *names):
 
 
 WRITES = """
-article = Article.objects.create(title="a")
-for title in "bc":
+article, written = Article(), []
+for title in "abc":
     article.title = title
     article.save()
-page = Page.objects.create()
-page.save()
+    written.append((title, article.version))
+page, pages = Page(), []
+for _ in range(2):
+    page.save()
+    pages.append((page.revision,))
 machine = Machine.objects.fenced(7).create()
 machine = Machine.objects.claim(machine.pk, 9)
 machine.save()
-starts = [revision - page.revision for (revision,) in recorded(Page, "revision")]
-articles = recorded(Article, "title", "version")
+print(recorded(Article, "title", "version") == written)
+print(recorded(Page, "revision") == pages)
+print(recorded(Machine, "fence") == [(7,), (9,)])
 Article.history.all().delete()
-written = bulk_create_with_history([Article(title=title) for title in "xy"], Article)
-bulk_update_with_history(written, Article, ["title"])
+both = bulk_create_with_history([Article(title=title) for title in "xy"], Article)
+written = [(one.title, one.version) for one in both]
+bulk_update_with_history(both, Article, ["title"])
+written += [(one.title, one.version) for one in both]
 with connection.cursor() as cursor:
     cursor.execute("UPDATE dlocks_article SET version = 0")
 old = Article.objects.first()
@@ -79,21 +82,16 @@ Article.history.model.objects.create(
     id=old.pk, title="old", version=old.version,
     history_date="2026-01-01T00:00Z", history_type="~",
 )
-bulk = recorded(Article, "title", "version")
-print(json.dumps([articles, starts, recorded(Machine, "fence"), bulk]))
+print(recorded(Article, "title", "version") == [*written, ("old", 0)])
+print(len({version for _, version in written}) == 3)
 """
 
 
 def test_a_history_records_the_version_of_each_write():
-    """Versions 1, 2 and 3, another start value and a fence are recorded.
+    """So it does for a field of another name, for a fence, and for bulk writes.
 
-    Versions of bulk writes are recorded too. So is version 0 of a row that is older
-    than the column.
+    It also records version 0 of a row that is older than the column.
     """
     done = run_python("-c", CODE + WRITES)
     assert done.returncode == 0, done.stderr
-    articles, pages, machines, bulk = json.loads(done.stdout)
-    assert articles == [["a", 1], ["b", 2], ["c", 3]]
-    assert pages == [-1, 0]
-    assert machines == [[7], [9]]
-    assert bulk == [["x", 1], ["y", 1], ["x", 2], ["y", 2], ["old", 0]]
+    assert done.stdout.split() == ["True"] * 5

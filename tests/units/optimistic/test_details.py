@@ -83,6 +83,6 @@ def test_a_copy_with_a_state_of_its_own_starts_with_a_new_version(adding):
     clone.pk, clone._state.adding = None, adding
     clone.save()
     assert clone.pk != article.pk
-    assert (clone.version, article.version) == (1, 2)
+    assert clone.version > article.version
     article.save()
     clone.save()
