@@ -15,7 +15,6 @@ from typing import Any
 
 from django import forms
 from django.core.exceptions import ValidationError
-from django.core.files.uploadedfile import UploadedFile
 from django.core.signing import BadSignature, Signer
 from django.db import models
 from django.forms.formsets import DELETION_FIELD_NAME, ManagementForm
@@ -142,15 +141,16 @@ class VersionedModelForm(forms.ModelForm):  # type: ignore[type-arg]
         super().__init__(*args, **kwargs)
         if not self.instance._state.adding:
             self._found = version_of(self.instance)
-            # These fingerprints reveal later which fields were changed in the form.
+            # Sent with the form, so that it is known later what its user has seen.
             self._values = {
-                name: self._fingerprint(name, self.get_initial_for_field(field, name))
+                name: self._written(name, self.get_initial_for_field(field, name))
                 for name, field in self.fields.items()
                 if not field.disabled
             }
             signer = _signer(self.instance, "form")
             self.initial[TOKEN] = signer.sign_object(
-                {"version": self._found, "values": self._values, "time": time.time()}
+                {"version": self._found, "values": self._values, "time": time.time()},
+                compress=True,
             )
             self.fields[TOKEN] = TokenField(required=False)
 
@@ -181,9 +181,7 @@ class VersionedModelForm(forms.ModelForm):  # type: ignore[type-arg]
         touched = {
             name
             for name in self._values
-            if name not in self.cleaned_data
-            or self._fingerprint(name, self.cleaned_data[name])
-            != seen["values"].get(name)
+            if self._is_touched(name, seen["values"].get(name))
         }
         for name in (*(self._values.keys() - touched), TOKEN):
             # The form contains this version when it is submitted again.
@@ -214,12 +212,42 @@ class VersionedModelForm(forms.ModelForm):  # type: ignore[type-arg]
             )
         self.add_error(None, ValidationError(message, code="conflict"))
 
-    def _fingerprint(self, name: str, value: Any) -> str:
-        """Return a digest that is equal for equal values, and reveals nothing else."""
-        salt = _signer(self.instance, name).salt
-        return salted_hmac(
-            salt, _canonical(self.fields[name], value), algorithm="sha256"
-        ).hexdigest()[:12]
+    def _written(self, name: str, value: Any) -> str:
+        """Return a field's initial value as text, or a digest if it is not shown."""
+        field: Any = self.fields[name]
+        if _is_hidden(field):
+            salt = _signer(self.instance, name).salt
+            return salted_hmac(salt, str(value), algorithm="sha256").hexdigest()[:12]
+        if isinstance(field, forms.ModelChoiceField):
+            value = field.prepare_value(value)
+            if isinstance(value, SEVERAL):
+                # Their order has no meaning.
+                value = sorted(map(str, value))
+        return json.dumps(value, default=str, sort_keys=True)
+
+    def _is_touched(self, name: str, text: str | None) -> bool:
+        """Return whether the submitted value differs from the one that was shown."""
+        field, data = self.fields[name], self[name].data
+        shown = self._read(name, text)
+        if isinstance(shown, str) and isinstance(data, str):
+            # Browsers change the ends of lines, and fields strip what they clean.
+            shown, data = (one.replace("\r\n", "\n") for one in (shown, data))
+            shown = shown.strip() if getattr(field, "strip", False) else shown
+        return field.has_changed(shown, data)
+
+    def _read(self, name: str, text: str | None) -> Any:
+        """Return the initial value that was written as this text."""
+        field = self.fields[name]
+        if text is None or _is_hidden(field):
+            return None
+        if text == self._values[name]:
+            return self.get_initial_for_field(field, name)
+        value = json.loads(text)
+        for column in self._meta.model._meta.concrete_fields:
+            if column.name == name:
+                return column.to_python(value)
+        # The field is only in the form.
+        return None if isinstance(field, forms.MultiValueField) else value
 
     def _differences(self, touched: set[str], seen: dict[str, str]) -> list[Difference]:
         differences = []
@@ -253,29 +281,11 @@ class VersionedModelForm(forms.ModelForm):  # type: ignore[type-arg]
         return sorted(differences, key=lambda one: not one.is_conflict)
 
 
-def _canonical(field: forms.Field, value: Any) -> str:
-    if isinstance(value, UploadedFile):
-        # An upload never equals the stored file, whatever its name.
-        return f"upload {id(value)}"
-    if isinstance(value, models.Model):
-        key = getattr(field, "to_field_name", None)
-        return str(value.serializable_value(key) if key else value.pk)
-    if isinstance(field, forms.JSONField):
-        return json.dumps(value, sort_keys=True, cls=field.encoder, default=str)
-    if isinstance(value, SEVERAL):
-        several = [_canonical(field, one) for one in value]
-        # The order of chosen values has no meaning.
-        chosen = isinstance(
-            field, (forms.MultipleChoiceField, forms.ModelMultipleChoiceField)
-        )
-        return repr(sorted(several) if chosen or isinstance(value, set) else several)
-    if isinstance(value, datetime) and value.tzinfo is not None:
-        return value.astimezone(UTC).isoformat()
-    if isinstance(value, str):
-        # The value as browsers submit it, and as fields clean it.
-        value = value.replace("\r\n", "\n").replace("\r", "\n")
-        return str(value.strip() if getattr(field, "strip", False) else value)
-    return "" if value is None else str(value)
+def _is_hidden(field: forms.Field) -> bool:
+    """Return whether the field does not show its value, as those of passwords."""
+    widget: Any = field.widget
+    kind = getattr(widget, "input_type", None)
+    return kind == "password" and not getattr(widget, "render_value", False)
 
 
 def shown(field: forms.Field, value: Any) -> str:

@@ -289,6 +289,31 @@ def test_untouched_fields_of_every_kind_are_recognised(article):
     assert form["body"].value() == "theirs\nz"
 
 
+class FoldedField(forms.CharField):
+    """A field that decides itself what a change is."""
+
+    def has_changed(self, initial, data):
+        return super().has_changed((initial or "").lower(), (data or "").lower())
+
+
+class FoldedForm(ArticleForm):
+    title = FoldedField()
+
+
+def test_the_field_decides_whether_a_value_has_changed(article):
+    for title, is_yours in (("FIRST", False), ("Mine", True)):
+        form = FoldedForm(instance=article)
+        data = {"title": title, "views": "03", TOKEN: form.initial[TOKEN]}
+        Article.objects.update(title=f"theirs {title}", views=4)
+        form = FoldedForm(data, instance=Article.objects.get())
+        assert not form.is_valid()
+        found = {one.label: one.is_yours for one in form.conflict.differences}
+        assert found["Title"] == is_yours
+        assert found["Views"] is False
+        Article.objects.update(title="first", views=3)
+        article = Article.objects.get()
+
+
 class TagsForm(ArticleForm):
     tags = forms.JSONField(required=False)
     chosen = forms.TypedMultipleChoiceField(
