@@ -339,19 +339,24 @@ class LeaderElection:
 
     def _campaign(self) -> None:
         try:
-            while not self._is_stopped:
-                self._acquire()
-                if self._hold is not None and not self._is_stopped:
-                    self._lead(self._hold)
-                self._release()
-                self._pause(self._failures.end_lead())
-                if self._is_alone:
-                    close_old_connections()
+            while True:
+                if self._is_stopped:
+                    break
+                self._campaign_once()
         finally:
             try:
                 self._release()
             finally:
                 self._ended.set()
+
+    def _campaign_once(self) -> None:
+        self._acquire()
+        if self._hold is not None and not self._is_stopped:
+            self._lead(self._hold)
+        self._release()
+        self._pause(self._failures.end_lead())
+        if self._is_alone:
+            close_old_connections()
 
     def _acquire(self) -> None:
         """Wait for the lead, unless the election is stopped."""
@@ -370,7 +375,9 @@ class LeaderElection:
         self._tell("Elected", hold)
         try:
             _call(self.on_elected, hold)
-            while self.is_leader:
+            while True:
+                if not self.is_leader:
+                    break
                 self._wakeup.rest(hold.remaining)
         except (Exception, SystemExit) as error:
             # SystemExit would end only a thread of ``start()``, so it counts there.
@@ -395,17 +402,22 @@ class LeaderElection:
 
     async def _acampaign(self) -> None:
         try:
-            while not self._is_stopped:
-                await self._aacquire()
-                if self._hold is not None and not self._is_stopped:
-                    await self._alead(self._hold)
-                await run_in_sync_thread(self._release)
-                await self._apause(self._failures.end_lead())
+            while True:
+                if self._is_stopped:
+                    break
+                await self._acampaign_once()
         finally:
             try:
                 await run_in_sync_thread(self._release)
             finally:
                 self._ended.set()
+
+    async def _acampaign_once(self) -> None:
+        await self._aacquire()
+        if self._hold is not None and not self._is_stopped:
+            await self._alead(self._hold)
+        await run_in_sync_thread(self._release)
+        await self._apause(self._failures.end_lead())
 
     async def _aacquire(self) -> None:
         for delay in delays(clock.FOREVER, *RETRY_DELAYS):
@@ -426,7 +438,9 @@ class LeaderElection:
                 if inspect.isawaitable(result):
                     work = asyncio.ensure_future(result)
                     work.add_done_callback(lambda _: self._wakeup.wake())
-            while self.is_leader and _error_of(work) is None:
+            while True:
+                if not self.is_leader or _error_of(work) is not None:
+                    break
                 await self._wakeup.rest(hold.remaining)
             if self.is_leader and work is not None and work.cancelled():
                 raise RuntimeError("It was cancelled, but not by the election.")
