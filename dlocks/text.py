@@ -1,8 +1,8 @@
 """Text for people: holders, times, lengths of time and printable keys.
 
-``DLOCKS_SHOW_HOLDER`` controls the display of holders. Host, process, thread and IP
-reveal how a site is built. Pages and error messages may hide them. Logs, commands and
-attributes of errors never do.
+``DLOCKS_SHOW_HOLDER`` controls the display of holders. Host, process, thread or task,
+and IP reveal how a site is built. Pages and error messages may hide them. Logs,
+commands and attributes of errors never do.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Any
 from dlocks.backends.base import Backend
 from dlocks.core import callers
 from dlocks.core.callers import Caller, Place
-from dlocks.core.holder import own_holder_name, own_ip
+from dlocks.core.holder import holder_name, own_ip
 from dlocks.core.holding import Holding
 from dlocks.core.policy import FromSettings, LockPolicy
 from dlocks.runtime.clock import FOREVER
@@ -120,7 +120,7 @@ def claim_for(
         shared=shared,
         permits=lock.permits,
         beside=other.claim.owner if other is not None else "",
-        holder=own_holder_name(),
+        holder=holder_name(caller),
         owner_ip=own_ip(),
     )
     why = backend.refusal(claim)

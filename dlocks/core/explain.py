@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from dlocks.core import callers
-from dlocks.core.holder import own_holder_name
+from dlocks.core.holder import holder_name
 from dlocks.core.life import Entry, Phase, Reason
 from dlocks.core.policy import shown
 from dlocks.exceptions import (
@@ -74,7 +74,7 @@ def _current_holder(attempt: Any) -> tuple[Holder | None, str]:
     if lock.permits < UNLIMITED:
         sharers, waiting = backend.inspector.sharers(key)
         if sharers:
-            own = own_holder_name()
+            own = holder_name(attempt.caller)
             other = next((one for one in sharers if one.holder != own), sharers[0])
             return other, permits_taken(
                 lock.permits, sharers, waiting - (attempt.waiter is not None)

@@ -5,22 +5,25 @@ from __future__ import annotations
 import functools
 import os
 import socket
-import threading
 from contextlib import suppress
+from typing import Any
 
 from dlocks.text import printable
 
 
-def own_holder_name() -> str:
-    return _holder_name(os.getpid(), threading.current_thread().name)
+def holder_name(caller: Any) -> str:
+    """Return the name of a caller as holder: host, process, and thread or task."""
+    # A task's requests are made in threads that it shares with other tasks.
+    name = caller.get_name() if hasattr(caller, "get_loop") else caller.name
+    return _holder_name(os.getpid(), name)
 
 
 @functools.lru_cache(1000)
-def _holder_name(process: int, thread: str) -> str:
+def _holder_name(process: int, name: str) -> str:
     # A thread's name may come from a command line, or from anywhere. Its line breaks
     # would forge lines of logs, and not every database can store NUL or half a
     # character.
-    return printable(f"{_hostname()}:{process}:{thread}")
+    return printable(f"{_hostname()}:{process}:{name}")
 
 
 @functools.cache

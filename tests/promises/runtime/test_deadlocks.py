@@ -227,6 +227,7 @@ def test_a_second_permit_of_the_only_one_is_a_deadlock():
 @SERVERS
 @for_each("using", BOTH)
 async def test_tasks_that_wait_for_each_other_are_told(using):
+    """The error names both tasks."""
     both = asyncio.Barrier(2)
 
     async def nest(first, second):
@@ -235,10 +236,14 @@ async def test_tasks_that_wait_for_each_other_are_told(using):
             async with db_lock(second, timeout=30, using=using):
                 return "both"
 
-    tasks = nest("a", "b"), nest("b", "a")
+    tasks = [
+        asyncio.create_task(nest(*keys), name=f"nest-{keys}") for keys in ("ab", "ba")
+    ]
     outcomes = await asyncio.gather(*tasks, return_exceptions=True)
     (error,) = (one for one in outcomes if one != "both")
     assert isinstance(error, LockDeadlock)
+    names = {member.holder.rpartition(":")[2] for member in error.members}
+    assert names == {"nest-ab", "nest-ba"}
 
 
 @SERVERS
