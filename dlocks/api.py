@@ -112,6 +112,9 @@ def db_lock(key: Any, *more: str, using: str = DEFAULT_ALIAS, **options: Any) ->
     ``on_lost``
         Called with the hold when it is lost, perhaps in another thread. It may acquire
         the key again.
+    ``note``
+        What the work is, for people: the last part of the holder in errors, lists, the
+        admin and the history.
     ``busy``
         What a decorated call does when the key is busy: ``"raise"`` LockTimeout,
         ``"skip"`` the work and return None, or return the result of a function. The

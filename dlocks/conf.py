@@ -96,21 +96,13 @@ class BackendHandler:
         conf, options = dict(conf), dict(options)
         path = conf.pop("BACKEND", DEFAULT_BACKEND)
         conf.pop("OPTIONS", None)
+        describe = conf.pop("HOLDER", None)
         if conf:
             raise ImproperlyConfigured(
                 f"DLOCKS[{alias!r}] has unknown keys {', '.join(map(repr, conf))}; it"
-                " accepts 'BACKEND' and 'OPTIONS'."
+                " accepts 'BACKEND', 'HOLDER' and 'OPTIONS'."
             )
-        if not isinstance(path, str):
-            raise ImproperlyConfigured(
-                f"DLOCKS[{alias!r}]['BACKEND'] must be a dotted path, not {path!r}."
-            )
-        try:
-            backend_class = import_string(path)
-        except (ImportError, ValueError) as error:
-            raise ImproperlyConfigured(
-                f"DLOCKS[{alias!r}]['BACKEND'], {path!r}, cannot be imported: {error}"
-            ) from error
+        backend_class = _imported(alias, "BACKEND", path)
         if not (isinstance(backend_class, type) and issubclass(backend_class, Backend)):
             raise ImproperlyConfigured(
                 f"DLOCKS[{alias!r}]['BACKEND'], {path!r}, is not a dlocks backend."
@@ -137,8 +129,28 @@ class BackendHandler:
                 " not in DATABASES; it has"
                 f" {', '.join(map(repr, connections.settings))}."
             )
+        if describe is not None:
+            backend.describe_caller = _imported(alias, "HOLDER", describe)
+            if not callable(backend.describe_caller):
+                raise ImproperlyConfigured(
+                    f"DLOCKS[{alias!r}]['HOLDER'], {describe!r}, is not a function."
+                )
         backend.runtime = KeeperRuntime(backend)
         return backend
+
+
+def _imported(alias: str, name: str, path: Any) -> Any:
+    """Return what a dotted path in the setting of an alias names."""
+    if not isinstance(path, str):
+        raise ImproperlyConfigured(
+            f"DLOCKS[{alias!r}][{name!r}] must be a dotted path, not {path!r}."
+        )
+    try:
+        return import_string(path)
+    except (ImportError, ValueError) as error:
+        raise ImproperlyConfigured(
+            f"DLOCKS[{alias!r}][{name!r}], {path!r}, cannot be imported: {error}"
+        ) from error
 
 
 def options_of(backend_class: type) -> set[str]:

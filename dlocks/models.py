@@ -24,7 +24,7 @@ from dlocks.fields import (
     UnicodeField,
 )
 from dlocks.sql.schemas import qualified, schema_of
-from dlocks.text import printable, shown_holder
+from dlocks.text import HOLDER_LENGTH, printable, shown_holder
 from dlocks.values import KEY_LENGTH, Kept
 
 
@@ -206,7 +206,9 @@ class ResourceLock(models.Model):
         help_text=_("The secret, random identity of one hold."),
     )
     holder = UnicodeField(
-        _("holder"), max_length=255, help_text=_("Host, process and thread.")
+        _("holder"),
+        max_length=HOLDER_LENGTH,
+        help_text=_("Host, process, thread or task, and note."),
     )
     owner_ip = models.GenericIPAddressField(_("owner IP"), null=True)
     begin_time = ClockField(_("begin time"), null=True)
@@ -262,7 +264,7 @@ class LockClaim(models.Model):
     id = models.BigAutoField(primary_key=True)
     key_resource = KeyField(_("key"), max_length=KEY_LENGTH)
     owner = ClaimOwnerField(_("owner"), max_length=32, unique=True)
-    holder = UnicodeField(_("holder"), max_length=255)
+    holder = UnicodeField(_("holder"), max_length=HOLDER_LENGTH)
     owner_ip = models.GenericIPAddressField(_("owner IP"), null=True)
     begin_time = ClockField(_("begin time"))
     end_time = ClockField(_("end time"))
@@ -330,7 +332,7 @@ class HoldRecord(models.Model):
     id = models.BigAutoField(primary_key=True)
     key_resource = KeyField(_("key"), max_length=KEY_LENGTH)
     token = models.BigIntegerField(_("token"))
-    holder = UnicodeField(_("holder"), max_length=255)
+    holder = UnicodeField(_("holder"), max_length=HOLDER_LENGTH)
     owner_ip = models.GenericIPAddressField(_("owner IP"), null=True)
     scope = models.CharField(_("scope"), max_length=1, choices=Scope.choices)
     shared = models.BooleanField(_("shared"))

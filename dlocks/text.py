@@ -1,7 +1,7 @@
 """Text for people: holders, times, lengths of time and printable keys.
 
 ``DLOCKS_SHOW_HOLDER`` controls the display of holders. Host, process, thread or task,
-and IP reveal how a site is built. Pages and error messages may hide them. Logs,
+note and IP reveal how a site is built. Pages and error messages may hide them. Logs,
 commands and attributes of errors never do.
 """
 
@@ -20,6 +20,9 @@ from django.utils.translation import ngettext_lazy, override
 
 HASH = "hash"
 HIDDEN = "a hidden holder"
+
+# Maximum number of characters of a holder's name.
+HOLDER_LENGTH = 255
 
 # The number of holders that a message names at most.
 NAMED = 10
@@ -43,6 +46,17 @@ def shown_holder(name: str) -> str:
         digest = salted_hmac("dlocks.holder", name, algorithm="sha256").hexdigest()
         return f"holder {digest[:10]}"
     return HIDDEN
+
+
+def with_note(holder: str, note: str) -> str:
+    """Return a holder's name with what it does in brackets, cut to fit its column."""
+    room = HOLDER_LENGTH - len(holder) - len(" []")
+    return f"{holder} [{printable(note)[:room]}]" if note and room > 0 else holder
+
+
+def without_note(holder: str) -> str:
+    """Return the part of a holder's name that is the same for all of its notes."""
+    return holder.partition(" [")[0]
 
 
 def shown_address(ip: str | None) -> str | None:

@@ -61,12 +61,12 @@ async def later_or_not(region: str) -> list[str]:
     return [region]
 
 
-@run_once("job:{region}", min_hold=timedelta(minutes=1), max_hold=3600, fair=False)
+@run_once("job:{region}", min_hold=timedelta(minutes=1), max_hold=3600, note="job")
 def job(region: str) -> list[str]:
     return [region]
 
 
-@locked_view("report:{pk}", timeout=timedelta(seconds=1), ttl=60)
+@locked_view("report:{pk}", timeout=timedelta(seconds=1), note="report")
 def view(request: HttpRequest, pk: int) -> HttpResponse:
     return HttpResponse()
 
@@ -103,13 +103,14 @@ def check_options() -> None:
     assert_type(db_lock("a", timeout=timedelta(seconds=3), ttl=30), Lock)
     assert_type(db_lock("a", min_hold=1, max_hold=None, scope="lease"), Lock)
     assert_type(db_rwlock("a", timeout=None), ReadWriteLock)
-    assert_type(db_semaphore("a", 3, renew=False), Lock)
+    assert_type(db_semaphore("a", 3, renew=False, note="count"), Lock)
     # A misspelt option is rejected by the type checker too.
     for wrong in (
         lambda: db_lock("a", timout=3),  # type: ignore[call-overload]
         lambda: db_lock("a", "b", timout=3),  # type: ignore[call-overload]
         lambda: db_lock("a:{b}", busy="skip", timout=3),  # type: ignore[call-overload]
         lambda: db_lock("a", ttl="3"),  # type: ignore[call-overload]
+        lambda: db_lock("a", note=3),  # type: ignore[call-overload]
         lambda: db_rwlock("a", timout=3),  # type: ignore[call-arg]
         lambda: db_semaphore("a", 3, timout=3),  # type: ignore[call-arg]
         lambda: run_once("a", min_hold=1, timeout=3),  # type: ignore[call-arg]

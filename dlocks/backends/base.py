@@ -176,6 +176,8 @@ class Backend:
     contended: Container[str] = frozenset()
     # The ``Waiters`` of this process. It is created for the first waiter.
     waiters: Any = None
+    # The function of the setting HOLDER. It returns a text about the caller.
+    describe_caller: Callable[[], object] | None = None
     # The seconds of waiting after which to look for a deadlock, or None.
     deadlock_after: float | None = None
     # The longest time in seconds between renewals, if it is shorter than a third of the

@@ -9,7 +9,7 @@ from typing import Any
 from dlocks.backends.base import Backend
 from dlocks.core import callers
 from dlocks.core.callers import Caller, Place
-from dlocks.core.holder import holder_name, own_ip
+from dlocks.core.holder import holder_name, noted, own_ip
 from dlocks.core.holding import Holding
 from dlocks.core.policy import FromSettings, LockPolicy
 from dlocks.runtime.clock import FOREVER
@@ -111,6 +111,9 @@ def claim_for(
     if lock.max_hold is not None:
         ttl = min(ttl, lock.max_hold)
     belongs = in_transaction and backend.supports_transactions
+    holder = holder_name(caller)
+    if lock.note or backend.describe_caller is not None:
+        holder = noted(holder, backend.describe_caller, lock.note)
     claim = Claim(
         key=key,
         ttl=ttl,
@@ -120,7 +123,7 @@ def claim_for(
         shared=shared,
         permits=lock.permits,
         beside=other.claim.owner if other is not None else "",
-        holder=holder_name(caller),
+        holder=holder,
         owner_ip=own_ip(),
     )
     why = backend.refusal(claim)

@@ -71,6 +71,7 @@ def _data_of(hold: Holding, min_hold: float, max_hold: float) -> dict[str, Any]:
             "renew": lock.renew,
             "reentrant": lock.reentrant,
             "release_at": lock.release_at,
+            "note": lock.note,
             # min_hold is counted from the reply, and max_hold from the request.
             "min_hold": min(min_hold, max_hold),
             "max_hold": None if max_hold == FOREVER else max_hold,

@@ -26,7 +26,7 @@ from dlocks.runtime.keeper import OUTSIDE_TIMEOUT, keeper
 from dlocks.runtime.requests import request
 from dlocks.runtime.threads import PythonIsExitingError
 from dlocks.signals import send_timed_out
-from dlocks.text import duration, permits_taken, shown_holder
+from dlocks.text import duration, permits_taken, shown_holder, without_note
 from dlocks.values import UNLIMITED, Holder
 
 logger = logging.getLogger("dlocks")
@@ -74,8 +74,9 @@ def _current_holder(attempt: Any) -> tuple[Holder | None, str]:
     if lock.permits < UNLIMITED:
         sharers, waiting = backend.inspector.sharers(key)
         if sharers:
-            own = holder_name(attempt.caller)
-            other = next((one for one in sharers if one.holder != own), sharers[0])
+            own = without_note(holder_name(attempt.caller))
+            others = (one for one in sharers if without_note(one.holder) != own)
+            other = next(others, sharers[0])
             return other, permits_taken(
                 lock.permits, sharers, waiting - (attempt.waiter is not None)
             )
@@ -93,8 +94,10 @@ def _prefix(attempt: Any) -> str:
 
 def _wait_of(holder: Holder, attempt: Any) -> str:
     """Return a phrase about what the holder waits for, or an empty one."""
+    who = without_note(holder.holder)
     for claim in attempt.backend.inspector.waiting_claims():
-        if claim.holder == holder.holder and any(
+        # The same caller may have another note in another claim.
+        if without_note(claim.holder) == who and any(
             held.key == attempt.key for held in claim.holding
         ):
             key = claim.key.removeprefix(_prefix(attempt))

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import socket
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from dlocks.text import printable
+from dlocks.signals import is_interrupt
+from dlocks.text import HOLDER_LENGTH, printable, with_note
+
+logger = logging.getLogger("dlocks")
 
 
 def holder_name(caller: Any) -> str:
@@ -23,7 +28,21 @@ def _holder_name(process: int, name: str) -> str:
     # A thread's name may come from a command line, or from anywhere. Its line breaks
     # would forge lines of logs, and not every database can store NUL or half a
     # character.
-    return printable(f"{_hostname()}:{process}:{name}")
+    return printable(f"{_hostname()}:{process}:{name}")[:HOLDER_LENGTH]
+
+
+def noted(name: str, describe: Callable[[], object] | None, note: str) -> str:
+    """Return a holder's name with the text of the function of HOLDER, and a note."""
+    texts = [note] if note else []
+    try:
+        if describe is not None and (about := describe()):
+            texts.insert(0, str(about))
+    except Exception as error:
+        if is_interrupt(error):
+            raise
+        # A lock must not depend on a text for people.
+        logger.exception("The function of the setting HOLDER failed")
+    return with_note(name, "; ".join(texts))
 
 
 @functools.cache

@@ -36,6 +36,7 @@ class RunOptions(TypedDict, total=False):
     fair: bool
     release_at: Literal["transaction", "exit"]
     on_lost: Callable[[Hold], object] | None
+    note: str
 
 
 class LockOptions(_Wait, _Times, RunOptions, total=False):

@@ -45,6 +45,7 @@ class LockPolicy:
     permits: int = UNLIMITED
     release_at: Literal["transaction", "exit"] = "transaction"
     on_lost: Callable[[Any], object] | None = None
+    note: str = ""
 
     def __post_init__(self) -> None:
         check_key(self.key)
@@ -79,6 +80,8 @@ class LockPolicy:
             raise ValueError(
                 f"permits must be between 1 and {UNLIMITED}, not {self.permits}"
             )
+        if not isinstance(self.note, str):
+            raise TypeError(f"note must be a string, not {type(self.note).__name__}")
         if self.on_lost is not None:
             if not callable(self.on_lost):
                 raise TypeError(

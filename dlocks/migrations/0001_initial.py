@@ -60,7 +60,7 @@ class Migration(migrations.Migration):
                 (
                     "holder",
                     dlocks.fields.UnicodeField(
-                        help_text="Host, process and thread.",
+                        help_text="Host, process, thread or task, and note.",
                         max_length=255,
                         verbose_name="holder",
                     ),

@@ -117,7 +117,7 @@ def test_the_tutorial_prints_what_it_shows(tmp_path):
         text for command, (text, *_) in printed.items() if "list_locks" in command
     )
     assert re.search(
-        r"^stock:1 +held +.*run_locked python$",
+        r"^stock:1 +held +.*run_locked python\]$",
         listed,
         re.MULTILINE,
     )

@@ -23,6 +23,7 @@ from dlocks.values import UNLIMITED, HeldKey, WaitingClaim
 # Characters. By default, servers show 1024 bytes of a statement.
 LONGEST_COMMENT = 850
 LONGEST_KEY = 64
+LONGEST_HOLDER = 250
 # Added to the position of a waiter that other processes do not see. Only its own
 # process can refuse it, so it is the youngest.
 UNSEEN = 2**60
@@ -97,14 +98,18 @@ def comment_of(backend: Any, entry: Entry) -> str:
     """Return the comment of a statement, which is empty without holds to show."""
     facts = _facts(backend, entry) if entry.waiting and entry.claim.holding else [()]
     while facts[-1]:
-        text = json.dumps(facts, separators=(",", ":"))
-        # Neither the end of the comment nor a placeholder of the driver.
-        text = text.replace("*", r"\u002a").replace("%", r"\u0025")
+        text = _in_comment(facts)
         if len(text) <= LONGEST_COMMENT:
             return f"/*dlocks {text}*/"
         # Without its oldest holds, a deadlock may end by a timeout.
         del facts[-1][0]
     return ""
+
+
+def _in_comment(facts: Any) -> str:
+    text = json.dumps(facts, separators=(",", ":"))
+    # Neither the end of the comment nor a placeholder of the driver.
+    return text.replace("*", r"\u002a").replace("%", r"\u0025")
 
 
 def _facts(backend: Any, entry: Entry) -> list[Any]:
@@ -117,6 +122,10 @@ def _facts(backend: Any, entry: Entry) -> list[Any]:
         return key if len(json.dumps(key)) <= LONGEST_KEY else [backend._name(key)]
 
     claim, held = entry.claim, []
+    holder = claim.holder
+    while len(_in_comment(holder)) > LONGEST_HOLDER:
+        # A long note must not displace the holds.
+        holder = holder[:-1]
     for one in claim.holding:
         if not one.owner:
             held.append((0, shown(one.key), 0))
@@ -127,7 +136,7 @@ def _facts(backend: Any, entry: Entry) -> list[Any]:
     return [
         _digest(entry),
         round(entry.since * 1e6) + UNSEEN * (entry.session is None),
-        claim.holder,
+        holder,
         claim.owner_ip,
         shown(claim.key),
         [one[1:] for one in sorted(held, key=lambda one: one[0])],

@@ -84,17 +84,11 @@ class Command(BaseCommand):
             raise CommandError(
                 "The command is missing. Write it after '--': run_locked KEY -- command"
             )
-        # The arguments may contain passwords.
-        shown = command if options["show_arguments"] else [Path(command[0]).name]
         child = _Child(command)
         entered = False
         status = None
         try:
-            with (
-                _named(f"run_locked {shlex.join(shown)}"),
-                child.listening(),
-                self._lock(child, options) as hold,
-            ):
+            with child.listening(), self._lock(child, options) as hold:
                 entered = True
                 # This process may have been paused since.
                 hold.check()
@@ -130,6 +124,9 @@ class Command(BaseCommand):
             sys.exit(status)
 
     def _lock(self, child: _Child, options: dict[str, Any]) -> Lock:
+        # The arguments may contain passwords.
+        command = child.command
+        shown = command if options["show_arguments"] else [Path(command[0]).name]
         policy = {name: options[name] for name in ("timeout", "max_hold", "min_hold")}
         if options["ttl"] is not None:
             policy["ttl"] = options["ttl"]
@@ -142,6 +139,7 @@ class Command(BaseCommand):
             scope="lease",
             release_at="exit",
             on_lost=child.lost,
+            note=f"run_locked {shlex.join(shown)}",
             **policy,
         )
 
@@ -150,7 +148,7 @@ class _Child:
     """The child process, and the signals for it."""
 
     def __init__(self, command: list[str]) -> None:
-        self._command = command
+        self.command = command
         self._process: subprocess.Popen[bytes] | None = None
         # Whether a signal is meant for the command rather than for this process alone.
         self._runs = False
@@ -180,7 +178,7 @@ class _Child:
         self._runs = True
         try:
             # The command runs in this process group, so that it can use the terminal.
-            with subprocess.Popen(self._command) as self._process:  # noqa: S603 (the command of the caller)
+            with subprocess.Popen(self.command) as self._process:  # noqa: S603 (the command of the caller)
                 try:
                     self._pass_on()
                     # A signal that arrives just before a wait is handled after it.
@@ -241,14 +239,3 @@ def _in_foreground() -> bool:
         return False
     finally:
         os.close(terminal)
-
-
-@contextmanager
-def _named(name: str) -> Iterator[None]:
-    """Name the thread, since the lock shows that name with its holder."""
-    thread = threading.current_thread()
-    before, thread.name = thread.name, name
-    try:
-        yield
-    finally:
-        thread.name = before

@@ -474,7 +474,7 @@ def test_signals_reach_the_command_and_the_key_stays_held(run_locked, is_busy, u
     child = int(program.line())
     _host, pid, thread = db_lock("backup").holder().holder.split(":", 2)
     assert pid == str(program.pid)
-    assert thread == f"run_locked {Path(sys.executable).name}"
+    assert thread == f"MainThread [run_locked {Path(sys.executable).name}]"
     for number in [signal.SIGTERM, signal.SIGINT, signal.SIGHUP] * 3:
         os.kill(program.pid, number)
         assert program.line() == signal.Signals(number).name

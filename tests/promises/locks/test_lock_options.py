@@ -39,7 +39,7 @@ def memory_locks():
 
 POLICY = (
     "timeout, ttl, max_hold, min_hold, reentrant, renew, scope, takeover, fair,"
-    " release_at, on_lost"
+    " release_at, on_lost, note"
 )
 
 
@@ -211,9 +211,9 @@ def test_schedules_views_and_commands_refuse_other_options():
             run_once("a", min_hold=1, **{name: 3})
         assert str(raised.value) == (
             f"run_once() has no option {name!r}. Options: min_hold, max_hold, renew,"
-            " scope, takeover, fair, release_at, on_lost, using. It does not wait, and"
-            " skips the job while the key is held. To change that, use db_lock() as"
-            " the decorator."
+            " scope, takeover, fair, release_at, on_lost, note, using. It does not"
+            " wait, and skips the job while the key is held. To change that, use"
+            " db_lock() as the decorator."
         )
     with pytest.raises(TypeError, match="Did you mean 'max_hold'"):
         run_once("a", min_hold=1, maxhold=3)
@@ -222,7 +222,7 @@ def test_schedules_views_and_commands_refuse_other_options():
     assert str(raised.value) == (
         "locked_view() has no option 'retry'. Did you mean 'retry_after'? Options:"
         " status, retry_after, timeout, ttl, max_hold, min_hold, reentrant, renew,"
-        " scope, takeover, fair, release_at, on_lost, shared, using."
+        " scope, takeover, fair, release_at, on_lost, note, shared, using."
     )
     with pytest.raises(
         TypeError, match=r"To choose the response, use db_lock\(key, busy=…\)"
@@ -445,6 +445,7 @@ def test_the_kinds_of_locks_have_their_types():
         ),
         (db_lock("a", max_hold=timedelta(days=30)), "<Lock 'a' max_hold=2592000>"),
         (db_lock("a", on_lost=print), "<Lock 'a' on_lost=print>"),
+        (db_lock("a", note="b"), "<Lock 'a' note='b'>"),
         (db_lock("b", "a", timeout=0), "<MultiLock 'a', 'b' timeout=0>"),
         (db_semaphore("a", 3), "<Lock 'a' shared=True permits=3>"),
         (db_rwlock("a").read(), "<Lock 'a' shared=True>"),

@@ -112,10 +112,11 @@ CASES = (
 def test_two_callers_that_wait_for_each_other_are_told(nested, case):
     """The younger one gets LockDeadlock, which names both; the other one goes on.
 
-    The key of a session lock may have any text.
+    The key of a session lock may have any text, and the note of each lock.
     """
     using, key = case
-    started = nested((key, "b"), ("b", key), using=using)
+    note = "recount " + "ü*%" * 90
+    started = nested((key, "b"), ("b", key), using=using, note=note)
     began = time.monotonic()
     refused = started[1].hear()
     in_time(time.monotonic() - began, 3)
@@ -127,6 +128,7 @@ def test_two_callers_that_wait_for_each_other_are_told(nested, case):
     assert f"holds {key!r} and has waited for 'b' for" in refused
     assert f"holds 'b' and has waited for {key!r} for" in refused
     assert refused.index(names[0]) < refused.index(names[1])
+    assert refused.count("[recount ü*%") == 2
     keys = ", ".join(map(repr, sorted([key, "b"])))
     assert refused.endswith(f"or together: db_lock({keys}).")
 
