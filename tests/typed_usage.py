@@ -134,13 +134,23 @@ def check_several(keys: list[str]) -> None:
     with db_lock("a", "b", "c").acquire() as hold:
         assert_type(hold.holds[0], Hold)
     assert_type(db_lock(*keys), MultiLock)
-    tried = db_lock("a", "b").try_acquire()
+    tried = db_lock("a", "b").try_acquire(timeout=timedelta(seconds=1))
     assert_type(tried, MultiHold | None)
     if tried is not None:
         tried.release()
 
 
+def check_tries() -> None:
+    assert_type(db_lock("a").try_acquire(timeout=None), Hold | None)
+    try:
+        db_lock("b").try_acquire(timeout="3")  # type: ignore[arg-type]
+    except TypeError:
+        db_lock("a").release()
+
+
 async def acheck_several() -> None:
+    assert_type(await db_lock("a").atry_acquire(timeout=0.5), Hold | None)
+    await db_lock("a").arelease()
     async with db_lock("a", "b") as hold:
         assert_type(hold, MultiHold)
         assert_type(await hold.aqueue_length(), int)

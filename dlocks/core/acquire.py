@@ -22,7 +22,7 @@ from dlocks.core.callers import Acquired, Block, Caller, FrameId
 from dlocks.core.hold import Hold, MultiHold
 from dlocks.core.holding import Holding
 from dlocks.core.losses import LossOfMember
-from dlocks.core.policy import FromSettings, LockPolicy
+from dlocks.core.policy import FROM_SETTINGS, FromSettings, LockPolicy
 from dlocks.runtime import clock
 from dlocks.runtime.keeper import keeper
 
@@ -34,9 +34,9 @@ class Acquisition:
     """The acquisition of a lock by one caller: of its key, or of all its keys.
 
     ``wakeup.wake()`` is called, in any thread, when a request before the end of a pause
-    is worthwhile. ``frame_id`` is that of the frame whose block begins. ``key`` is
-    the full key, if it is known. The result is None if ``is_stopped()`` becomes true
-    first.
+    is worthwhile. ``timeout`` replaces that of the lock. ``frame_id`` is that of the
+    frame whose block begins. ``key`` is the full key, if it is known. The result is
+    None if ``is_stopped()`` becomes true first.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Acquisition:
         caller: Caller,
         wakeup: Wakeup,
         *,
-        wait: bool = True,
+        timeout: float | FromSettings | None = FROM_SETTINGS,
         releasable: bool = False,
         frame_id: FrameId | None = None,
         key: str | None = None,
@@ -59,12 +59,11 @@ class Acquisition:
         self.frame_id = frame_id
         self.is_stopped = is_stopped
         self.backend = backends[lock.using]
-        timeout = (
-            self.backend.timeout
-            if isinstance(lock.timeout, FromSettings)
-            else lock.timeout
-        )
-        self.timeout = timeout if wait else 0.0
+        if isinstance(timeout, FromSettings):
+            timeout = lock.timeout
+        if isinstance(timeout, FromSettings):
+            timeout = self.backend.timeout
+        self.timeout = timeout
         self.began = clock.now()
         # The lock and the full key of each attempt. The first prefix is kept, since a
         # coroutine may continue in another thread.

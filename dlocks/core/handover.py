@@ -79,7 +79,7 @@ def _resume(
     refuse_nested()
     # The prefix may depend on the tenant, which may differ in this process.
     key = data["claimed"]
-    acquisition = Acquisition(lock, caller, ThreadWakeup(), wait=False, key=key)
+    acquisition = Acquisition(lock, caller, ThreadWakeup(), timeout=0.0, key=key)
     (attempt,) = acquisition.attempts
     claim = attempt.ensure_claim()
     predecessor = dataclasses.replace(claim, owner=data["owner"])

@@ -24,7 +24,7 @@ from dlocks.core.hold import (
 )
 from dlocks.core.options import METHODS, no_attribute, refuse_arguments
 from dlocks.core.policy import LockPolicy, check_key
-from dlocks.exceptions import LockTimeout
+from dlocks.exceptions import LockDeadlock, LockTimeout
 from dlocks.runtime.coroutines import (
     acquiring,
     is_away_from_tenant,
@@ -33,7 +33,7 @@ from dlocks.runtime.coroutines import (
 )
 from dlocks.runtime.keeper import OUTSIDE_TIMEOUT, keeper
 from dlocks.runtime.requests import refuse_nested
-from dlocks.values import Holder
+from dlocks.values import Duration, Holder, seconds
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -73,13 +73,19 @@ class Lock(LockPolicy):
         # One line, so that no interrupt can come between the grant and the return.
         return drive(acquisition)  # type: ignore[no-any-return]
 
-    def try_acquire(self) -> Hold | None:
-        """Try once, without waiting. Return None if another caller holds the key."""
+    def try_acquire(self, *, timeout: Duration | None = 0.0) -> Hold | None:
+        """Return the hold, or None if the key is not free within ``timeout``.
+
+        By default this tries once, without waiting. ``None`` is no limit. Whatever is
+        not a matter of time raises an error, as ``acquire()`` does: LockDeadlock too.
+        """
         refuse_in_a_coroutine(AWAIT)
-        caller, wakeup = current_caller(), ThreadWakeup()
-        acquisition = Acquisition(self, caller, wakeup, wait=False, releasable=True)
+        caller, wakeup, limit = current_caller(), ThreadWakeup(), _limit(timeout)
+        acquisition = Acquisition(self, caller, wakeup, timeout=limit, releasable=True)
         try:
             return drive(acquisition)  # type: ignore[no-any-return]
+        except LockDeadlock:
+            raise
         except LockTimeout:
             return None
 
@@ -154,9 +160,16 @@ class Lock(LockPolicy):
             refuse_arguments("aacquire", "atry_acquire")
         return await self._aacquire(releasable=True)
 
-    async def atry_acquire(self) -> Hold | None:
+    async def atry_acquire(
+        self,
+        *,
+        timeout: Duration | None = 0.0,  # noqa: ASYNC109 (that of a lock's queue)
+    ) -> Hold | None:
+        limit = _limit(timeout)
         try:
-            return await self._aacquire(wait=False, releasable=True)
+            return await self._aacquire(timeout=limit, releasable=True)
+        except LockDeadlock:
+            raise
         except LockTimeout:
             return None
 
@@ -271,10 +284,16 @@ class MultiLock(Lock):
     if TYPE_CHECKING:
 
         def acquire(self, *args: Never, **options: Never) -> MultiHold: ...
-        def try_acquire(self) -> MultiHold | None: ...
+        def try_acquire(
+            self, *, timeout: Duration | None = 0.0
+        ) -> MultiHold | None: ...
         def __enter__(self) -> MultiHold: ...
         async def aacquire(self, *args: Never, **options: Never) -> MultiHold: ...
-        async def atry_acquire(self) -> MultiHold | None: ...
+        async def atry_acquire(
+            self,
+            *,
+            timeout: Duration | None = 0.0,  # noqa: ASYNC109
+        ) -> MultiHold | None: ...
         async def __aenter__(self) -> MultiHold: ...
 
     @property
@@ -304,6 +323,11 @@ class MultiLock(Lock):
         return (last is not None and last.hold.held) or all(
             lock.held() for lock in self.locks
         )
+
+
+def _limit(timeout: Duration | None) -> float | None:
+    """Return the seconds to wait at most, or None."""
+    return None if timeout is None else seconds("timeout", timeout)
 
 
 # The function that puts a function under a lock. The module of the decorators adds it,

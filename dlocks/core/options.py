@@ -111,11 +111,12 @@ def no_attribute(obj: object, name: str, hint: str | None) -> AttributeError:
     return AttributeError(f"{text}. {hint}" if hint else text, name=name, obj=obj)
 
 
-def refuse_arguments(method: str, without_wait: str) -> Never:
+def refuse_arguments(method: str, attempt: str) -> Never:
     """Raise TypeError for arguments of ``acquire()``, as those of other locks."""
     raise TypeError(
         f"{method}() has no arguments: the wait is an option of the lock, as in"
-        f" db_lock(key, timeout=5), and {without_wait}() does not wait."
+        f" db_lock(key, timeout=5). {attempt}() does not wait, or waits with timeout=5,"
+        " and returns None."
     )
 
 

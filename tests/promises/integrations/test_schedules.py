@@ -497,8 +497,11 @@ def test_signals_reach_the_command_and_the_key_stays_held(run_locked, is_busy, u
 def test_arguments_are_shown_only_with_an_option(capfd):
     """They may contain passwords."""
     for options, shown in (
-        ([], "run_locked echo"),
-        (["--show-arguments"], "run_locked /bin/echo --password 'a b'"),
+        ([], "MainThread [run_locked echo]"),
+        (
+            ["--show-arguments"],
+            "MainThread [run_locked /bin/echo --password 'a b']",
+        ),
     ):
         command = "/bin/echo", "--password", "a b"
         holders = []

@@ -141,7 +141,7 @@ def test_methods_of_other_locks_say_what_to_use(django_assert_num_queries):
             with (
                 django_assert_num_queries(0),
                 pytest.raises(
-                    TypeError, match=r"db_lock\(key, timeout=5\), and try_acq"
+                    TypeError, match=r"db_lock\(key, timeout=5\)\. try_acq"
                 ),
             ):
                 lock.acquire(*args, **options)
