@@ -130,6 +130,7 @@ def check_several(keys: list[str]) -> None:
     assert_type(db_lock("a", "b"), MultiLock)
     with db_lock("a", "b", timeout=3) as hold:
         assert_type(hold, MultiHold)
+        hold.renew(ttl=timedelta(minutes=1))
         assert_type([one.token for one in hold.holds], list[int])
     with db_lock("a", "b", "c").acquire() as hold:
         assert_type(hold.holds[0], Hold)
@@ -154,6 +155,7 @@ async def acheck_several() -> None:
     async with db_lock("a", "b") as hold:
         assert_type(hold, MultiHold)
         assert_type(await hold.aqueue_length(), int)
+        await hold.arenew(ttl=60)
 
 
 async def acheck() -> None:

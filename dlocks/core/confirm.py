@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
+from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
+from dlocks.runtime.clock import FOREVER
+from dlocks.runtime.keeper import keeper
+from dlocks.runtime.requests import refuse_nested, request
+from dlocks.values import Duration, seconds
+
+# How often a renewal with another ttl is sent while the row is locked, in a second.
+TRIES = 10
 
 
 def check(hold: Any) -> None:
@@ -17,17 +28,94 @@ def check(hold: Any) -> None:
     refuse_ended(hold)
 
 
-def renew(hold: Any) -> None:
-    """Extend the lease to its ttl from now, or raise LockLost."""
+def checked_ttl(ttl: Duration | None, holds: Sequence[Any]) -> float | None:
+    """Return a ttl of ``renew()`` in seconds, or raise TypeError or ValueError."""
+    if ttl is None:
+        return None
+    ttl = seconds("ttl", ttl, above_zero=True)
+    for hold in holds:
+        refusal, claim = hold.backend.refusal, hold.claim
+        why = refusal(replace(claim, ttl=ttl))
+        if why is not None and refusal(claim) is None:
+            raise ValueError(f"{hold.lock.key!r} cannot be renewed. {why}")
+    return ttl
+
+
+def renew(hold: Any, ttl: float | None) -> None:
+    """Extend the lease to its ttl from now, or raise LockLost.
+
+    ``ttl`` is a new one, for this and all later renewals.
+    """
     if hold.scope == "transaction" or hold.life.is_pinned:
+        if ttl is not None and hold.scope == "lease":
+            hold.lease.change_ttl(ttl)
         check(hold)
         return
     if not hold.may_be_held:
         raise hold.end_as_expired()
-    sent, lease = clock.now(), hold.lease
-    if lease.renewed_until:
-        lease.renewed_until = max(lease.renewed_until, sent + hold.claim.ttl)
-    record_renewal(hold, sent, hold.ask(hold.backend.renew, [hold.next_claim()]))
+    renew_together([hold], ttl)
+
+
+def renew_together(holds: Sequence[Any], ttl: float | None) -> None:
+    """Extend leases in one request. See ``renew()``."""
+    sent, left = _renew(holds) if ttl is None else _renew_with(holds, ttl)
+    for hold in holds:
+        record_renewal(hold, sent, left)
+
+
+def _renew(holds: Sequence[Any]) -> tuple[float, Mapping[str, float]]:
+    sent = clock.now()
+    for hold in holds:
+        lease = hold.lease
+        if lease.renewed_until:
+            lease.renewed_until = max(lease.renewed_until, sent + lease.claim.ttl)
+    claims = [hold.next_claim() for hold in holds]
+    return sent, holds[0].ask(holds[0].backend.renew, claims)
+
+
+def _renew_with(holds: Sequence[Any], ttl: float) -> tuple[float, Mapping[str, float]]:
+    """Change the ttl of leases, and extend them.
+
+    A row may be locked for a moment. Raise LockBackendError if it stays locked.
+    """
+    first = holds[0]
+    change = partial(_change_ttl, holds, ttl)
+    refuse_nested()
+    for number in range(TRIES):
+        # By the keeper, so that no renewal with the other ttl comes after it. In a
+        # transaction on SQLite, only this thread can write.
+        if first.backend.refusal(first.claim) is None:
+            sent, left = keeper.run(change, first.backend)
+        else:
+            sent, left = change()
+        if not any(_is_shorter(hold, left) for hold in holds):
+            return sent, left
+        time.sleep(0.001 * 2**number)
+    raise LockBackendError(
+        f"The lease on {first.lock.key!r} could not be extended to {ttl:g} s, because"
+        " another transaction has locked its row, or a server did not answer. The next"
+        " renewal extends it."
+    )
+
+
+def _is_shorter(hold: Any, left: Mapping[str, float]) -> bool:
+    """Return whether a lease was not extended, for a reason that passes.
+
+    Some backends never grant the whole ttl. They renew often.
+    """
+    seconds = left.get(hold.claim.owner)
+    if seconds is None or hold.backend.renew_every < FOREVER:
+        return False
+    # A quorum rounds.
+    return bool(seconds < 0.999 * hold.next_claim().ttl)
+
+
+def _change_ttl(holds: Sequence[Any], ttl: float) -> tuple[float, Mapping[str, float]]:
+    for hold in holds:
+        hold.lease.change_ttl(ttl)
+    sent = clock.now()
+    claims = [hold.next_claim() for hold in holds]
+    return sent, request(holds[0].backend.renew, claims)
 
 
 def record_renewal(hold: Any, sent: float, left: Mapping[str, float]) -> None:

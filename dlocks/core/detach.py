@@ -47,7 +47,7 @@ def detach(hold: Holding, *, within: Duration | None = None) -> str:
     _refuse(hold)
     left = None
     try:
-        left = _transfer(hold, hold.claim.ttl if within is None else within)
+        left = _transfer(hold, hold.lease.claim.ttl if within is None else within)
         return signing.dumps(_data_of(hold, *left), salt=SALT)
     except BaseException:
         if left is not None:
@@ -67,7 +67,7 @@ def _data_of(hold: Holding, min_hold: float, max_hold: float) -> dict[str, Any]:
         "owner": hold.claim.owner,
         "token": hold.token,
         "policy": {
-            "ttl": hold.claim.ttl,
+            "ttl": hold.lease.claim.ttl,
             "renew": lock.renew,
             "reentrant": lock.reentrant,
             "release_at": lock.release_at,

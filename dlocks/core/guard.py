@@ -100,7 +100,7 @@ def guarded(
                             if point is None:
                                 continue
                             committed = partial(
-                                _committed, hold, _pin(hold, database, late=True)
+                                _committed, hold, *_pin(hold, database, late=True)
                             )
                             point.at_commit.append(committed)
                     return
@@ -142,14 +142,15 @@ def _pin_first(
     return here
 
 
-def _pin(hold: Holding, database: str, *, late: bool) -> float:
+def _pin(hold: Holding, database: str, *, late: bool) -> tuple[float, float]:
     """Lock and renew a hold's row in the open transaction.
 
-    Return when the request was sent. ``late`` says that the lease may have expired.
+    Return when the request was sent, and the ttl. ``late`` says that the lease may have
+    expired.
     """
-    sent = clock.now()
+    sent, claim = clock.now(), hold.lease.claim
     try:
-        claim = replace(hold.claim, late=True) if late else hold.claim
+        claim = replace(claim, late=True) if late else claim
         stands = request(hold.backend.pin, claim, database)
     except LockBackendError:
         # The transaction is now unusable.
@@ -157,16 +158,16 @@ def _pin(hold: Holding, database: str, *, late: bool) -> float:
         raise
     if not stands:
         raise hold.end_as_lost(hold.why_gone())
-    return sent
+    return sent, claim.ttl
 
 
-def _committed(hold: Holding, sent: float) -> None:
+def _committed(hold: Holding, sent: float, ttl: float) -> None:
     """Record the commit of a transaction that pinned the key.
 
     The lease counts from its last statement.
     """
     if not hold.is_over:
-        hold.lease.record_answer(sent, hold.claim.ttl)
+        hold.lease.record_answer(sent, ttl)
     hold.life.unpin()
     keeper.check_soon()
 

@@ -122,13 +122,16 @@ class Hold:
         ensure_sync()
         confirm.check(self._parts[0])
 
-    def renew(self) -> None:
+    def renew(self, *, ttl: Duration | None = None) -> None:
         """Extend the lease to its ttl from now, or raise LockLost.
 
-        In a transaction there is no lease, so this only checks the hold.
+        With ``ttl``, the lease lasts for that long from now. So does each later
+        renewal, in place of the ttl that the hold was acquired with. A lease never
+        exceeds ``max_hold``. In a transaction there is no lease, so this only checks
+        the hold.
         """
         ensure_sync()
-        confirm.renew(self._parts[0])
+        confirm.renew(self._parts[0], confirm.checked_ttl(ttl, self._parts))
 
     def release(self, *, failed: bool = False) -> None:
         """Leave the hold once. The last entry to be left releases the key.
@@ -211,8 +214,8 @@ class Hold:
     async def acheck(self) -> None:
         await self._there(self.check)
 
-    async def arenew(self) -> None:
-        await self._there(self.renew)
+    async def arenew(self, *, ttl: Duration | None = None) -> None:
+        await self._there(partial(self.renew, ttl=ttl))
 
     async def adetach(self, *, within: Duration | None = None) -> str:
         try:
@@ -401,18 +404,15 @@ class MultiHold(Hold):
             for part in self._parts:
                 confirm.check(part)
 
-    def renew(self) -> None:
+    def renew(self, *, ttl: Duration | None = None) -> None:
         ensure_sync()
+        ttl = confirm.checked_ttl(ttl, self._parts)
         is_pinned = any(part.life.is_pinned for part in self._parts)
         if self.held and self._is_alike and self.scope == "lease" and not is_pinned:
-            sent = clock.now()
-            claims = [part.next_claim() for part in self._parts]
-            left = self._parts[0].ask(self.backend.renew, claims)
-            for part in self._parts:
-                confirm.record_renewal(part, sent, left)
+            confirm.renew_together(self._parts, ttl)
         else:
             for part in self._parts:
-                confirm.renew(part)
+                confirm.renew(part, ttl)
 
     def release(self, *, failed: bool = False) -> None:
         """Release the keys of this acquisition. To release again does nothing.

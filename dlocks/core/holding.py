@@ -242,10 +242,12 @@ class Holding:
                 # Only that transaction can check the row, which it has locked. The
                 # lease may have expired, but no caller takes the key before the
                 # transaction ends.
-                return pin.is_elsewhere or bool(
-                    request(self.backend.pin, replace(self.claim, late=True), pin.alias)
-                )
-        claim, sent = self.next_claim() if self.may_be_late else self.claim, clock.now()
+                if pin.is_elsewhere:
+                    return True
+                late = replace(self.lease.claim, late=True)
+                return bool(request(self.backend.pin, late, pin.alias))
+        sent = clock.now()
+        claim = self.next_claim() if self.may_be_late else self.claim
         confirmed = bool(self.ask(self.backend.verify, [claim], count))
         if confirmed and claim.late and self.backend.refusal(self.claim) is None:
             self.lease.record_answer(sent, claim.ttl)

@@ -8,6 +8,7 @@ from dlocks.backends.base import Backend
 from dlocks.core.policy import LockPolicy
 from dlocks.runtime import clock
 from dlocks.runtime.clock import FOREVER
+from dlocks.runtime.keeper import keeper
 from dlocks.values import Claim, Grant
 
 # Seconds after which a short lease from the queue is first renewed.
@@ -28,11 +29,13 @@ class Lease:
 
     A hold in a transaction has no deadline, and ends with the transaction. Each method
     writes what a reply says. Two replies that come together are both right, so no mutex
-    is needed.
+    is needed. The ``claim`` has the ttl of the next renewal.
     """
 
     # When the backend last answered a renewal.
     answered_at = 0.0
+    # When its ttl was changed.
+    changed_at = 0.0
     # Why the last renewal failed, or nothing if it succeeded.
     failure = ""
 
@@ -93,9 +96,31 @@ class Lease:
             return self.claim
         return dataclasses.replace(self.claim, ttl=max(ttl, 0.0), late=late)
 
+    def change_ttl(self, ttl: float) -> None:
+        """Let renewals that are sent from now on last for ``ttl`` seconds.
+
+        A shorter one counts at once. It is certain in any case, even if the reply to
+        its request is lost.
+        """
+        self.claim = dataclasses.replace(self.claim, ttl=ttl)
+        self.changed_at = now = clock.now()
+        self.deadline = min(self.deadline, now + ttl)
+        if 0.0 < self.renewed_until < FOREVER:
+            self.renewed_until = now + ttl
+        self.put_off_renewal("")
+        # The keeper would sleep for a third of the earlier ttl.
+        keeper.check_soon()
+
     def record_answer(self, sent: float, seconds: float) -> None:
         """Record a renewal that lasts for ``seconds`` from ``sent``."""
         self.answered_at = clock.now()
+        if sent < self.changed_at:
+            # Sent with another ttl, and perhaps carried out after a request with the
+            # present one.
+            self.deadline = min(self.deadline, sent + seconds)
+            self.renew_at = self.answered_at
+            keeper.check_soon()
+            return
         self.deadline = max(self.deadline, min(sent + seconds, self.last_at))
         step = min(self.claim.ttl / 3, self._renew_every)
         if seconds >= step:

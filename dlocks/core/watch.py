@@ -62,7 +62,7 @@ class Watch:
         if self.is_slow:
             return FOREVER
         lease: Lease = hold.lease
-        return lease.granted_at + slow_after(hold.backend, hold.claim.ttl)
+        return lease.granted_at + slow_after(hold.backend, lease.claim.ttl)
 
     def report_slow(self, hold: Any) -> None:
         """Log once that the hold has not been released for a long time."""

@@ -199,8 +199,8 @@ class Workers:
         by_owner = {hold.claim.owner: hold for hold in holds if hold.renewable}
         if all(hold.lease.renew_at > now for hold in by_owner.values()):
             return
-        claims = [hold.next_claim() for hold in by_owner.values()]
         sent = clock.now()
+        claims = [hold.next_claim() for hold in by_owner.values()]
         try:
             seconds_left = request(backend.renew, claims)
         except Exception as error:  # noqa: BLE001 (it concerns one backend only)

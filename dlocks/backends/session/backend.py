@@ -24,6 +24,7 @@ from __future__ import annotations
 import atexit
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -145,6 +146,8 @@ class SessionBackend(EngineQueue):
     def renew(self, claims: Sequence[Claim]) -> Mapping[str, float]:
         sent = clock.now()
         held = [found for claim in claims if (found := self._held(claim))]
+        for claim in claims:
+            self._set_ttl(claim)
         for session in {session for _, session in held}:
             self._ping(session)
         left = {}
@@ -156,6 +159,20 @@ class SessionBackend(EngineQueue):
                 left[entry.claim.owner] = min(max(0.0, sure_for), entry.claim.ttl)
                 self._maintain_from(entry.ends_at)
         return left
+
+    def _set_ttl(self, claim: Claim) -> None:
+        """Give a held claim another ttl, if it has one."""
+        if (held := self._held(claim)) is None or held[0].claim.ttl == claim.ttl:
+            return
+        entry, session = held
+        try:
+            with session.mutex:
+                session.allow_idle(claim.ttl + self.grace)
+        except SessionDiedError as error:
+            self._close_session(session, error)
+        with self._mutex:
+            entry.claim = replace(entry.claim, ttl=claim.ttl)
+            entry.ends_at = min(entry.ends_at, clock.now() + claim.ttl)
 
     def verify(self, claims: Sequence[Claim], count: int | None = None) -> bool:
         claim = claims[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import time
 
 import pytest
 from django.core.management import CommandError
@@ -27,6 +28,25 @@ def test_processes_lose_no_updates_of_an_unguarded_counter(
 ):
     process = configured(using)
     count_together([process() for _ in range(4)], volume(30), using=using)
+
+
+@pytest.mark.parametrize("using", KINDS)
+def test_a_lease_lasts_for_a_new_ttl_from_now(using, configured):
+    """That of ZooKeeper cannot be longer than its session."""
+    configured(using)
+    with db_lock("a", "b", using=using, ttl=20) as hold:
+        hold.renew(ttl=600)
+        hold.check()
+        assert 5 < hold.remaining <= 600
+        assert hold.remaining > 595 or using == "zookeeper"
+        hold.renew(ttl=3)
+        assert hold.remaining <= 3
+        left = db_lock("a", using=using).holder().remaining
+        assert left <= 3.2
+        for _ in range(20):
+            time.sleep(0.2)
+            assert hold.held
+        hold.check()
 
 
 @pytest.fixture

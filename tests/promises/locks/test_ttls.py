@@ -1,0 +1,307 @@
+"""``hold.renew(ttl=…)``: a lease that lasts for another time from now on."""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+from django.db import connection, transaction
+
+from dlocks import LockBackendError, LockLost, db_lock, db_semaphore, resume_hold
+from dlocks.models import ResourceLock
+from dlocks.testing import lose
+from tests.for_each import for_each
+from tests.promises.locks.keys import is_taken
+from tests.sync_and_async import sync_and_async
+
+pytest_plugins = ["tests.promises.stops"]
+pytestmark = pytest.mark.django_db(transaction=True)
+
+ROWS = ["default", "optimistic", "insert"]
+EVERY = for_each(
+    "using",
+    [*ROWS, "memory"] if connection.vendor == "sqlite" else [*ROWS, "session"],
+)
+SERVERS = pytest.mark.engine("postgresql", "mariadb", "mysql")
+
+
+def left_for_others(*keys, using="default"):
+    """Return the seconds left on the leases, by the backend."""
+    return [db_lock(key, using=using).holder().remaining for key in keys]
+
+
+@EVERY
+@sync_and_async
+async def test_a_lease_lasts_for_its_new_ttl_from_now(do, using):
+    """It may be longer or shorter. A renewal without a ttl keeps to it."""
+    hold = await do.ask(db_lock("stock:7", using=using, ttl=30), "acquire")
+    for ttl in (600, timedelta(seconds=9), 100):
+        seconds = ttl.total_seconds() if isinstance(ttl, timedelta) else ttl
+        for options in ({"ttl": ttl}, {}):
+            await do.ask(hold, "renew", **options)
+            (left,) = await do.sync(left_for_others, "stock:7", using=using)
+            assert seconds - 5 < left <= seconds
+            # The holder's own deadline always comes first.
+            assert seconds - 5 < hold.remaining <= left + 0.1
+    await do.ask(hold, "release")
+
+
+@EVERY
+def test_the_lease_is_renewed_as_often_as_its_new_ttl_needs(using, in_other_thread):
+    """The keeper does not sleep for a third of the ttl that was before."""
+    with db_lock("stock:7", using=using, ttl=60) as hold:
+        hold.renew(ttl=1.5)
+        assert hold.remaining <= 1.5
+        time.sleep(2)
+        hold.check()
+        assert hold.remaining <= 1.5
+        assert is_taken("stock:7", using)
+
+
+@EVERY
+@sync_and_async
+async def test_several_keys_have_the_new_ttl(do, using, django_assert_num_queries):
+    lock = db_lock("a", "b", "c", using=using)
+    async with do.block(lock) as hold:
+        await do.ask(hold, "renew", ttl=100)
+        for left in await do.sync(left_for_others, *"abc", using=using):
+            assert 95 < left <= 100
+        assert 95 < hold.remaining <= 100
+        assert [one.remaining > 95 for one in hold.holds] == [True] * 3
+
+
+@pytest.mark.front
+@for_each("using", [*ROWS, "memory"])
+def test_a_shorter_lease_without_renewals_is_free_sooner(using, until):
+    """The block ends with LockLost, whose text has the new ttl."""
+    with (
+        pytest.raises(LockLost, match="not renewed within its ttl of 0.3 s"),
+        db_lock("stock:7", using=using, ttl=600, renew=False) as hold,
+    ):
+        hold.renew(ttl=0.3)
+        until(lambda: not hold.held)
+        until(lambda: not is_taken("stock:7", using))
+
+
+@pytest.mark.front
+@for_each("using", ["default", "memory"])
+def test_a_new_ttl_does_not_exceed_max_hold(using):
+    with db_lock("stock:7", using=using, ttl=5, max_hold=20) as hold:
+        hold.renew(ttl=600)
+        (left,) = left_for_others("stock:7", using=using)
+        assert 15 < hold.remaining <= left + 0.1 <= 20.1
+
+
+@pytest.mark.front
+@for_each("using", ["default", "memory"])
+@sync_and_async
+async def test_a_wrong_ttl_is_refused(do, using):
+    async with do.block(db_lock("stock:7", using=using, ttl=30)) as hold:
+        for wrong in ("3", True):
+            with pytest.raises(TypeError, match="ttl must be a number of seconds"):
+                await do.ask(hold, "renew", ttl=wrong)
+        for wrong in (0, -1, float("inf")):
+            with pytest.raises(ValueError, match="ttl must be above 0"):
+                await do.ask(hold, "renew", ttl=wrong)
+        with pytest.raises(TypeError):
+            await do.ask(hold, "renew", 60)
+        assert hold.remaining <= 30
+
+
+def test_a_ttl_that_no_observer_would_respect_is_refused():
+    """With expiry='observed', other callers watch a row for the backend's ttl."""
+    for lock in (db_lock("a", using="watching"), db_lock("a", "b", using="watching")):
+        with lock as hold:
+            with pytest.raises(
+                ValueError, match=r"'a' cannot be renewed\. A ttl of 9 s"
+            ):
+                hold.renew(ttl=9)
+            hold.renew(ttl=1)
+            assert hold.remaining <= 1
+
+
+@EVERY
+@sync_and_async
+async def test_a_lost_hold_is_not_renewed(do, using):
+    hold = await do.ask(db_lock("stock:7", using=using), "acquire")
+    if using == "session":
+        await do.ask(hold, "release")
+    else:
+        await do.sync(lose, hold)
+    with pytest.raises(LockLost):
+        await do.ask(hold, "renew", ttl=60)
+    assert hold.remaining == 0
+
+
+@pytest.mark.front
+def test_a_shared_hold_has_a_new_ttl():
+    with db_semaphore("pool", 3) as hold:
+        hold.renew(ttl=600)
+        assert 595 < left_for_others("pool")[0] <= 600
+
+
+def test_a_hold_in_a_transaction_is_only_checked():
+    with transaction.atomic(), db_lock("stock:7") as hold:
+        hold.renew(ttl=1)
+        assert hold.remaining == float("inf")
+
+
+@for_each("using", ROWS)
+def test_a_new_ttl_in_a_guarded_transaction_counts_from_its_commit(using, until):
+    """The transaction keeps the key in any case. After a rollback, renewals set it."""
+    for fails in (False, True):
+        with db_lock("stock:7", using=using, ttl=600) as hold:
+            with transaction.atomic():
+                # The block that is rolled back.
+                with hold.atomic():
+                    hold.renew(ttl=9)
+                    assert hold.remaining <= 9
+                transaction.set_rollback(fails)
+            assert hold.remaining <= 9
+            hold.check()
+            until(lambda: left_for_others("stock:7", using=using)[0] <= 9, 30)
+
+
+@pytest.mark.front
+@for_each("using", ["default", "memory"])
+def test_a_resumed_hold_keeps_the_new_ttl(using):
+    hold = db_lock("stock:7", using=using, ttl=30).acquire()
+    hold.renew(ttl=600)
+    text = hold.detach()
+    assert 595 < left_for_others("stock:7", using=using)[0] <= 600
+    with resume_hold(text) as hold:
+        hold.renew()
+        assert 595 < hold.remaining <= 600
+
+
+# Renewals that are under way.
+
+
+@for_each("using", ["default", "memory"])
+def test_no_earlier_renewal_in_the_background_comes_after_it(
+    using, stops, threads, until
+):
+    """It would end the lease soon, although the holder counts on the new ttl."""
+    started, go_on = threading.Event(), threading.Event()
+
+    def late(usual, claims):
+        if claims[0].ttl < 9:
+            started.set()
+            assert go_on.wait(30)
+        return usual()
+
+    with db_lock("stock:7", using=using, ttl=6) as hold:
+        stops.replace("renew", late, using)
+        assert started.wait(30)
+        renewing = threads(lambda: hold.renew(ttl=600))
+        until(lambda: renewing.is_alive())
+        go_on.set()
+        renewing.join(30)
+        assert 595 < hold.remaining <= left_for_others("stock:7", using=using)[0] + 0.1
+
+
+@pytest.mark.front
+@for_each("using", ["default", "memory"])
+def test_a_late_reply_to_another_renewal_does_not_extend_a_shorter_lease(
+    using, stops, threads
+):
+    replied, go_on = threading.Event(), threading.Event()
+
+    def late(usual, claims):
+        left = usual()
+        if not replied.is_set():
+            replied.set()
+            assert go_on.wait(30)
+        return left
+
+    with db_lock("stock:7", using=using, ttl=600, renew=False) as hold:
+        stops.replace("renew", late, using)
+        renewing = threads(hold.renew)
+        assert replied.wait(30)
+        hold.renew(ttl=9)
+        go_on.set()
+        renewing.join(30)
+        assert hold.remaining <= 9
+        stops.end()
+
+
+@pytest.mark.front
+@for_each("using", ["default", "memory"])
+def test_a_late_renewal_by_another_thread_is_noticed(using, stops, threads, until):
+    """It has shortened the lease. Its reply says so, and the next renewal mends it."""
+    sent, go_on = threading.Event(), threading.Event()
+
+    def late(usual, claims):
+        if not sent.is_set():
+            sent.set()
+            assert go_on.wait(30)
+        return usual()
+
+    with db_lock("stock:7", using=using, ttl=8) as hold:
+        stops.replace("renew", late, using)
+        renewing = threads(hold.renew)
+        assert sent.wait(30)
+        hold.renew(ttl=600)
+        assert hold.remaining > 595
+        go_on.set()
+        renewing.join(30)
+        stops.end()
+        until(lambda: hold.remaining > 500)
+        assert left_for_others("stock:7", using=using)[0] > 595
+
+
+@pytest.mark.front
+@for_each("using", ["default", "memory"])
+def test_a_new_ttl_whose_request_fails_is_that_of_the_next_renewal(using, stops, until):
+    def fail(usual, claims):
+        raise LockBackendError("the server is gone")
+
+    with db_lock("stock:7", using=using, ttl=8) as hold:
+        with stops.replace("renew", fail, using), pytest.raises(LockBackendError):
+            hold.renew(ttl=600)
+        until(lambda: hold.remaining > 500)
+        assert left_for_others("stock:7", using=using)[0] > 595
+
+
+@SERVERS
+def test_a_row_that_is_locked_for_a_moment_is_renewed_then(threads):
+    """Nothing is renewed in silence for less than the new ttl."""
+    locked, tried = threading.Event(), threading.Event()
+
+    def lock_row(seconds):
+        with transaction.atomic():
+            ResourceLock.objects.select_for_update().get(pk="stock:7")
+            locked.set()
+            assert tried.wait(30)
+            time.sleep(seconds)
+
+    with db_lock("stock:7", ttl=60) as hold:
+        for seconds in (0.1, 3):
+            locked.clear()
+            tried.clear()
+            other = threads(lambda seconds=seconds: lock_row(seconds))
+            assert locked.wait(30)
+            tried.set()
+            if seconds == 0.1:
+                hold.renew(ttl=600)
+                assert 595 < hold.remaining <= left_for_others("stock:7")[0] + 0.1
+            else:
+                with pytest.raises(
+                    LockBackendError, match="'stock:7' could not be ext"
+                ):
+                    hold.renew(ttl=1200)
+            other.join(30)
+
+
+@SERVERS
+def test_a_session_stays_for_as_long_as_the_new_ttl(settings):
+    """The server ends a session that is idle for longer than the ttl."""
+    session = settings.DLOCKS["session"]
+    settings.DLOCKS = settings.DLOCKS | {"session": session | {"OPTIONS": {"ttl": 0.6}}}
+    with db_lock("stock:7", using="session", renew=False) as hold:
+        hold.renew(ttl=60)
+        time.sleep(2)
+        assert hold.remaining > 50
+        hold.check()
