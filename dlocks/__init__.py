@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         lock_released,
         lock_timeout,
     )
-    from dlocks.values import Holder
+    from dlocks.values import Holder, Waiter
     from dlocks.version import __version__ as __version__
 
 __all__ = [
@@ -53,6 +53,7 @@ __all__ = [
     "SingleInstance",
     "StaleToken",
     "StaleVersion",
+    "Waiter",
     "aresume_hold",
     "db_lock",
     "db_rwlock",
@@ -100,7 +101,7 @@ _MODULES = {
         "lock_released",
         "lock_timeout",
     ],
-    "values": ["Holder"],
+    "values": ["Holder", "Waiter"],
 }
 _HOMES = {
     name: f"dlocks.{module}" for module, names in _MODULES.items() for name in names

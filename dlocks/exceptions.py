@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from django.db.models import Model
 
-    from dlocks.values import Holder, WaitingHolder
+    from dlocks.values import Holder, Waiter
 
 
 # Maximum number of rows in one error message.
@@ -45,7 +45,7 @@ class LockDeadlock(LockTimeout):
     gets this error. The others continue once it has released what it holds.
     """
 
-    members: tuple[WaitingHolder, ...] = ()
+    members: tuple[Waiter, ...] = ()
 
 
 class LockNotAwaitable(LockError):

@@ -173,11 +173,12 @@ class Holder:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WaitingHolder:
-    """A caller that holds keys and waits for another one, for people to read.
+class Waiter:
+    """A snapshot of a caller that waits for a key, for people to read.
 
-    ``waits_for`` and ``holds`` are keys without the prefix, and ``waited`` is in
-    seconds. The text respects the setting ``DLOCKS_SHOW_HOLDER``.
+    ``waits_for`` is the key. ``holds`` are keys that the caller holds meanwhile, as far
+    as the backend knows. Both are without the prefix. ``waited`` is in seconds. The
+    text respects the setting ``DLOCKS_SHOW_HOLDER``.
     """
 
     holder: str
@@ -185,16 +186,16 @@ class WaitingHolder:
     holds: tuple[str, ...]
     waits_for: str
     waited: float
+    shared: bool = False
 
     def __str__(self) -> str:
-        holds = " and ".join(map(repr, self.holds))
-        return (
-            f"{_shown(self)} holds {holds} and has waited for {self.waits_for!r} for"
-            f" {duration(self.waited)}"
-        )
+        who = _shown(self)
+        if self.holds:
+            who += f" holds {' and '.join(map(repr, self.holds))} and"
+        return f"{who} has waited for {self.waits_for!r} for {duration(self.waited)}"
 
 
-def _shown(caller: Holder | WaitingHolder) -> str:
+def _shown(caller: Holder | Waiter) -> str:
     who = shown_holder(caller.holder) or "an unknown holder"
     ip = shown_address(caller.owner_ip)
     return f"{who} ({ip})" if ip else who

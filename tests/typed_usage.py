@@ -13,11 +13,13 @@ from django.views import View
 
 from dlocks import (
     Hold,
+    Holder,
     Lock,
     LockTimeout,
     MultiHold,
     MultiLock,
     ReadWriteLock,
+    Waiter,
     db_lock,
     db_rwlock,
     db_semaphore,
@@ -149,7 +151,14 @@ def check_tries() -> None:
         db_lock("a").release()
 
 
+def check_callers() -> None:
+    assert_type(db_lock("a").holders(), list[Holder])
+    assert_type(db_lock("a", "b").waiters(), list[Waiter])
+
+
 async def acheck_several() -> None:
+    assert_type(await db_lock("a").aholders(), list[Holder])
+    assert_type(await db_lock("a").awaiters(), list[Waiter])
     assert_type(await db_lock("a").atry_acquire(timeout=0.5), Hold | None)
     await db_lock("a").arelease()
     async with db_lock("a", "b") as hold:

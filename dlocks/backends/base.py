@@ -37,6 +37,7 @@ from dlocks.values import (
     Grant,
     Holder,
     Ticket,
+    Waiter,
     WaitingClaim,
     check_prefix,
     seconds,
@@ -83,6 +84,16 @@ class Inspector:
     def sharers(self, key: str) -> tuple[Sequence[Holder], int]:
         """Return the holders that share a key, and the number of its waiters."""
         return (), self.backend.waiting(key)
+
+    def holders(self, key: str) -> Sequence[Holder]:
+        """Return all holders of a key, which may be stale, in the order of grants."""
+        holder, (sharers, _) = self.backend.holder(key), self.sharers(key)
+        found = {one.token: one for one in (holder, *sharers) if one is not None}
+        return [found[token] for token in sorted(found)]
+
+    def waiters(self, key: str, prefix: str) -> Sequence[Waiter]:
+        """Return the queued callers in their order, with keys without the prefix."""
+        return ()
 
     def waiting_claims(self) -> Sequence[WaitingClaim]:
         """Return the queued claims of all callers that hold other keys."""

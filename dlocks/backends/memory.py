@@ -19,7 +19,7 @@ from dlocks.backends.notifiers import Notifier
 from dlocks.backends.table import KeyState, Moment
 from dlocks.runtime import clock
 from dlocks.runtime.threads import Flag
-from dlocks.values import Claim, Grant, Holder, Ticket
+from dlocks.values import Claim, Grant, Holder, Ticket, Waiter
 
 T = TypeVar("T")
 
@@ -142,3 +142,19 @@ class MemoryInspector(Inspector):
         at, state = self.backend._moment(), self.backend._state(key)
         live = [share for share in state.shares if share.end > at.now]
         return [table.holder_of(share, key, at) for share in live], len(state.live(at))
+
+    def waiters(self, key: str, prefix: str) -> Sequence[Waiter]:
+        at = self.backend._moment()
+        return [
+            Waiter(
+                holder=one.claim.holder,
+                owner_ip=one.claim.owner_ip,
+                holds=tuple(
+                    held.key.removeprefix(prefix) for held in one.claim.holding
+                ),
+                waits_for=key.removeprefix(prefix),
+                waited=max(0.0, at.now - one.since),
+                shared=one.claim.shared,
+            )
+            for one in self.backend._state(key).live(at)
+        ]

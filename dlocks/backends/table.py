@@ -56,6 +56,8 @@ class Waiting:
     claim: Claim
     position: int
     end: float
+    # When it joined the queue.
+    since: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +234,7 @@ def enqueue(
         state = admit(state, at)
         if not state.live(at) and _has_room(state, claim, at):
             return state, Ticket(must_retry=True)
-        waits = Waiting(claim, position, at.now + HEARTBEAT_TIMEOUT)
+        waits = Waiting(claim, position, at.now + HEARTBEAT_TIMEOUT, at.now)
         queue = sorted((*state.queue, waits), key=lambda one: one.position)
         state = replace(state, queue=tuple(queue))
     if mine is None or mine.grant is None:

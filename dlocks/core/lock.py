@@ -33,9 +33,10 @@ from dlocks.runtime.coroutines import (
 )
 from dlocks.runtime.keeper import OUTSIDE_TIMEOUT, keeper
 from dlocks.runtime.requests import refuse_nested
-from dlocks.values import Duration, Holder, seconds
+from dlocks.values import Duration, Holder, Waiter, seconds
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 AWAIT = "'async with', or 'await lock.aacquire()'"
 
@@ -124,6 +125,25 @@ class Lock(LockPolicy):
         ask = partial(backend.holder, self._full_key(backend))
         return callers.read_outside(ask, backend, OUTSIDE_TIMEOUT)
 
+    def holders(self) -> list[Holder]:
+        """Return all holders of the key, in the order of their grants.
+
+        A semaphore, and a read lock, may have several. A stale one is included.
+        """
+        backend = backends[self.using]
+        ask = partial(backend.inspector.holders, self._full_key(backend))
+        return list(callers.read_outside(ask, backend, OUTSIDE_TIMEOUT))
+
+    def waiters(self) -> list[Waiter]:
+        """Return the callers that are queued for the key, in the order of the queue.
+
+        There are none on a backend without a queue, nor with ``fair=False``.
+        """
+        backend = backends[self.using]
+        key = self._full_key(backend)
+        ask = partial(backend.inspector.waiters, key, key.removesuffix(self.key))
+        return list(callers.read_outside(ask, backend, OUTSIDE_TIMEOUT))
+
     def locked(self) -> bool:
         """Return whether the key is leased, by this caller or another."""
         holder = self.holder()
@@ -183,14 +203,16 @@ class Lock(LockPolicy):
         )
 
     async def aholder(self) -> Holder | None:
-        return await run_in_sync_thread(
-            self.holder, in_transaction_only=not backends[self.using].has_fixed_prefix
-        )
+        return await self._read(self.holder)
+
+    async def aholders(self) -> list[Holder]:
+        return await self._read(self.holders)
+
+    async def awaiters(self) -> list[Waiter]:
+        return await self._read(self.waiters)
 
     async def alocked(self) -> bool:
-        return await run_in_sync_thread(
-            self.locked, in_transaction_only=not backends[self.using].has_fixed_prefix
-        )
+        return await self._read(self.locked)
 
     async def __aenter__(self) -> Hold:
         callers.record_context(current_caller())
@@ -220,6 +242,11 @@ class Lock(LockPolicy):
         backend = backends[self.using]
         fixed = backend.has_fixed_prefix or is_away_from_tenant()
         return None if fixed else backend.prefix + self.keys[0]
+
+    async def _read(self, function: Callable[[], T]) -> T:
+        # The prefix may depend on Django's connections.
+        fixed = backends[self.using].has_fixed_prefix
+        return await run_in_sync_thread(function, in_transaction_only=not fixed)
 
     def _release(self, caller: Caller) -> None:
         # First, because it could not be released again.
@@ -312,6 +339,14 @@ class MultiLock(Lock):
             (holder for lock in self.locks if (holder := lock.holder()) is not None),
             None,
         )
+
+    def holders(self) -> list[Holder]:
+        """Return the holders of all keys, in the order of the keys."""
+        return [holder for lock in self.locks for holder in lock.holders()]
+
+    def waiters(self) -> list[Waiter]:
+        """Return the callers that are queued for any of the keys, key by key."""
+        return [waiter for lock in self.locks for waiter in lock.waiters()]
 
     def locked(self) -> bool:
         """Return whether any of the keys is leased, by this caller or another."""

@@ -99,7 +99,7 @@ METHODS = {
     "owned": "Use lock.held(), or hold.check(), which asks the backend.",
     "get_owner_id": "Use lock.holder().",
     "reset": "Use 'manage.py clear_lock'.",
-    "contenders": "Use hold.queue_length(), or 'manage.py list_locks --waiting'.",
+    "contenders": "Use lock.waiters(), or 'manage.py list_locks --waiting'.",
     "start": "Use lock.acquire().",
     "stop": "Use lock.release().",
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from dlocks.values import WaitingClaim, WaitingHolder
+from dlocks.values import Waiter, WaitingClaim
 
 # Seconds after which a deadlock is looked at again before it is reported. A key may be
 # granted at the moment of the first look.
@@ -101,11 +101,11 @@ class WaitGraph:
         return reached
 
 
-def described(members: Sequence[WaitingClaim], prefix: str) -> list[WaitingHolder]:
+def described(members: Sequence[WaitingClaim], prefix: str) -> list[Waiter]:
     """Return the members of a cycle for people, with the keys that matter."""
     waited_for = {claim.key for claim in members}
     return [
-        WaitingHolder(
+        Waiter(
             holder=claim.holder,
             owner_ip=claim.owner_ip,
             holds=tuple(

@@ -14,7 +14,7 @@ from django.utils import timezone
 from dlocks.backends.base import Inspector
 from dlocks.backends.database.waiting_claims import read_waiting_claims
 from dlocks.text import duration, shown_holder, shows_holder
-from dlocks.values import Claim, Holder, WaitingClaim
+from dlocks.values import Claim, Holder, Waiter, WaitingClaim
 
 
 class DatabaseInspector(Inspector):
@@ -80,6 +80,28 @@ class DatabaseInspector(Inspector):
             lambda *_: list(self.backend.shares_of(key, self.backend.kept([key])))
         )
         return [holder_of(row) for row in rows], self.backend.waiting(key)
+
+    def waiters(self, key: str, prefix: str) -> Sequence[Waiter]:
+        from dlocks.models import ClaimState, LockClaim
+
+        rows = (
+            LockClaim.objects.using(self.backend.database)
+            .by_clock()
+            .filter(key_resource=key, state=ClaimState.WAITING)
+            .defer("owner", "channel")
+            .order_by("id")
+        )
+        return [
+            Waiter(
+                holder=row.holder,
+                owner_ip=row.owner_ip,
+                holds=tuple(held.removeprefix(prefix) for held in row.held_keys),
+                waits_for=key.removeprefix(prefix),
+                waited=max(0.0, row.seconds_held),
+                shared=row.shared,
+            )
+            for row in self.backend._run(lambda *_: list(rows))
+        ]
 
     def waiting_claims(self) -> Sequence[WaitingClaim]:
         return read_waiting_claims(self.backend)

@@ -37,7 +37,7 @@ except ImportError as error:
         "redis-py is not installed: pip install 'dlocks[redis]'"
     ) from error
 
-from dlocks.backends.base import HANDOVER_LEASE, Backend
+from dlocks.backends.base import HANDOVER_LEASE, Backend, Inspector
 from dlocks.backends.redis import scripts
 from dlocks.backends.redis.client import Address, client_of, factory_at
 from dlocks.backends.redis.requests import (
@@ -47,7 +47,7 @@ from dlocks.backends.redis.requests import (
     name_of,
 )
 from dlocks.exceptions import LockBackendError, LockStale
-from dlocks.values import Claim, Grant, Holder, Ticket, seconds
+from dlocks.values import Claim, Grant, Holder, Ticket, Waiter, seconds
 
 logger = logging.getLogger("dlocks")
 
@@ -136,6 +136,7 @@ class RedisBackend(Backend):
             milliseconds(self.grace) if self.grace else 0,
             self.settle,
         )
+        self.inspector = RedisInspector(self)
 
     @property
     def identity(self) -> str:
@@ -284,6 +285,24 @@ class RedisBackend(Backend):
         make = partial(RedisNotifier, self._requests, channel, self.socket_timeout)
         notifier: RedisNotifier = self._requests.request(make)
         return notifier
+
+
+class RedisInspector(Inspector):
+    backend: RedisBackend
+
+    def waiters(self, key: str, prefix: str) -> Sequence[Waiter]:
+        found = self.backend._read(scripts.WAITERS, key)
+        facts = [json.loads(claim) for claim in found[::2]]
+        return [
+            Waiter(
+                holder=one["holder"],
+                owner_ip=one["ip"] or None,
+                holds=(),
+                waits_for=key.removeprefix(prefix),
+                waited=max(0.0, int(waited) / MICROSECONDS),
+            )
+            for one, waited in zip(facts, found[1::2], strict=True)
+        ]
 
 
 def _ticket(found: Sequence[Any]) -> Ticket:

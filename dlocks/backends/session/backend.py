@@ -220,12 +220,11 @@ class SessionBackend(EngineQueue):
                 return self._own_holder(entry)
         if not (row := self._ask_main("holder", name)):
             return None
-        who, host, number = row
-        if self._kind.shares:
-            who = f"{who or 'a session'} (session {number})"
-        elif host and host.count(":") == 1:
-            # MariaDB includes the port.
-            host = host.rpartition(":")[0]
+        return self._holder_of(key, *row)
+
+    def _holder_of(self, key: str, *session: Any) -> Holder:
+        """Return the holder with a session of another process."""
+        who, host = self._shown_session(*session)
         return Holder(
             key=key,
             holder=who,
@@ -236,6 +235,17 @@ class SessionBackend(EngineQueue):
             count=1,
             stale=False,
         )
+
+    def _shown_session(
+        self, who: str, host: str | None, number: int
+    ) -> tuple[str, str | None]:
+        """Return the name and the address of a session of another process."""
+        if self._kind.shares:
+            return f"{who or 'a session'} (session {number})", host
+        if host and host.count(":") == 1:
+            # MariaDB includes the port.
+            host = host.rpartition(":")[0]
+        return who, host
 
     def refusal(self, claim: Claim) -> str | None:
         why = super().refusal(claim)

@@ -51,6 +51,13 @@ class MySQLSession(Session):
             "SELECT JSON_ARRAYAGG(info) FROM information_schema.processlist WHERE"
             " state = 'User lock' AND info LIKE '%%/*dlocks %%*/'"
         ),
+        "sessions": (
+            "SELECT JSON_ARRAYAGG(JSON_ARRAY(id = IS_USED_LOCK(%(value)s),"
+            " CONCAT('session ', id, ' of ', user), host, id, time)) FROM"
+            " information_schema.processlist WHERE id = IS_USED_LOCK(%(value)s) OR"
+            " (state = 'User lock' AND info LIKE CONCAT('SELECT IF(GET_LOCK(''',"
+            " %(value)s, ''', 3%%'))"
+        ),
         "holders": "SELECT IS_USED_LOCK(%(value)s)",
     }
 

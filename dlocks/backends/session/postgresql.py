@@ -66,6 +66,13 @@ class PostgreSQLSession(Session):
             " current_database() AND wait_event = 'advisory' AND query LIKE"
             " '%%/*dlocks %%*/'"
         ),
+        # The holders and the waiters, in the order of the queue.
+        "sessions": (
+            "SELECT json_agg(json_build_array(granted, application_name,"
+            " host(client_addr), pid, extract(epoch FROM clock_timestamp() -"
+            " waitstart)) ORDER BY waitstart, pid)::text FROM pg_locks JOIN"
+            f" pg_stat_activity USING (pid) WHERE {_THIS}"
+        ),
         "holders": (
             f"SELECT string_agg(pid::text, ' ') FROM pg_locks WHERE granted AND {_THIS}"
         ),

@@ -18,7 +18,7 @@ from dlocks.backends.base import Inspector
 from dlocks.backends.session.sessions import Entry
 from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
-from dlocks.values import UNLIMITED, HeldKey, WaitingClaim
+from dlocks.values import UNLIMITED, HeldKey, Holder, Waiter, WaitingClaim
 
 # Characters. By default, servers show 1024 bytes of a statement.
 LONGEST_COMMENT = 850
@@ -30,12 +30,74 @@ UNSEEN = 2**60
 
 
 class SessionInspector(Inspector):
+    """An inspector that knows this process, and sees the sessions of others."""
+
+    backend: Any
+
+    def holders(self, key: str) -> Sequence[Holder]:
+        backend = self.backend
+        rows, own = self._sessions(key)
+        held = [one for one in own if one.token is not None and one.session]
+        mine = {one.session.pid for one in held if one.session}
+        others = [facts for granted, *facts, _ in rows if granted]
+        return [
+            *map(backend._own_holder, sorted(held, key=lambda one: one.token or 0)),
+            *(backend._holder_of(key, *one) for one in others if one[-1] not in mine),
+        ]
+
+    def waiters(self, key: str, prefix: str) -> Sequence[Waiter]:
+        rows, own = self._sessions(key)
+        mine = {one.session.pid: one for one in own if one.session and one.waiting}
+        found: list[tuple[Any, ...]] = []
+        # In the order of the engine's queue.
+        for granted, *facts, waited in sorted(rows, key=lambda row: -(row[-1] or 0)):
+            if granted:
+                continue
+            entry = mine.get(facts[-1])
+            if entry is not None:
+                found.append(_as_waiter(entry))
+            else:
+                who = self.backend._shown_session(*facts)
+                found.append((*who, float(waited or 0), (), False))
+        # These follow when a session of this process is free for them.
+        found += [_as_waiter(one) for one in own if one.waiting and not one.session]
+        return [
+            Waiter(
+                holder=who,
+                owner_ip=ip,
+                holds=tuple(held.removeprefix(prefix) for held in holds),
+                waits_for=key.removeprefix(prefix),
+                waited=max(0.0, waited),
+                shared=shared,
+            )
+            for who, ip, waited, holds, shared in found
+        ]
+
+    def _sessions(self, key: str) -> tuple[list[Any], list[Entry]]:
+        """Return the sessions that hold a key or wait for it, and the own entries.
+
+        A session is whether it holds the key, its name, address and number, and the
+        seconds for which it has waited.
+        """
+        backend, name = self.backend, self.backend._name(key)
+        (text,) = backend._ask_main("sessions", name) or ("",)
+        with backend._mutex:
+            own = list(one for one in backend._entries.values() if one.name == name)
+        return json.loads(text or "[]"), own
+
     def waiting_claims(self) -> Sequence[WaitingClaim]:
         try:
             return _read(self.backend)
         except LockBackendError:
             # The server may not show statements. The waits then time out.
             return ()
+
+
+def _as_waiter(entry: Entry) -> tuple[Any, ...]:
+    claim = entry.claim
+    holds = [held.key for held in claim.holding]
+    waited = time.time() - entry.since
+    return claim.holder, claim.owner_ip, waited, holds, claim.shared
 
 
 def _read(backend: Any) -> list[WaitingClaim]:

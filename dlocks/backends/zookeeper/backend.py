@@ -18,12 +18,10 @@ The nodes of keys stay after the end of a session. ``reap()`` deletes those.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from datetime import UTC, datetime
 from functools import partial
 from itertools import compress
 from queue import Empty, SimpleQueue
@@ -34,10 +32,11 @@ from django.views.decorators.debug import sensitive_variables
 from kazoo.exceptions import NoNodeError
 from kazoo.hosts import collect_hosts
 
-from dlocks.backends.base import HEARTBEAT_TIMEOUT, Inspector
+from dlocks.backends.base import HEARTBEAT_TIMEOUT
 from dlocks.backends.local_claims import LocalClaims
 from dlocks.backends.notifiers import Notifier
 from dlocks.backends.zookeeper.ensemble import SOON, Ensemble, end, is_unanswered
+from dlocks.backends.zookeeper.inspector import ZooKeeperInspector, holder_of
 from dlocks.backends.zookeeper.nodes import Entry, NodeQueue, Nodes
 from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
@@ -243,7 +242,7 @@ class ZooKeeperBackend(LocalClaims):
                 if not entry.kept:
                     yield self._own_holder(entry)
             elif not isinstance(answer, NoNodeError):
-                yield _holder_of(key, *answer)
+                yield holder_of(key, *answer)
 
     def keys(self) -> list[str]:
         queues = self._queues()
@@ -554,31 +553,6 @@ class ZooKeeperBackend(LocalClaims):
 
 
 all_backends = each_in_child(ZooKeeperBackend._forked)
-
-
-def _holder_of(key: str, data: bytes, stat: Any) -> Holder:
-    """Return the holder that created a node with this data."""
-    known = {}
-    with suppress(ValueError):
-        known = dict(json.loads(data))
-    created = datetime.fromtimestamp(stat.ctime / 1000, UTC)
-    return Holder(
-        key=key,
-        holder=str(known.get("holder") or ""),
-        owner_ip=known.get("ip"),
-        since=None if known.get("waited", True) else created,
-        remaining=math.inf,
-        token=stat.czxid,
-        count=1,
-        stale=False,
-    )
-
-
-class ZooKeeperInspector(Inspector):
-    backend: ZooKeeperBackend
-
-    def sharers(self, key: str) -> tuple[Sequence[Holder], int]:
-        return [*self.backend.holders(key, shared=True)], self.backend.waiting(key)
 
 
 class Turns(Notifier):

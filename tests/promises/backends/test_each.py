@@ -49,6 +49,31 @@ def test_a_lease_lasts_for_a_new_ttl_from_now(using, configured):
         hold.check()
 
 
+@pytest.mark.parametrize("using", KINDS)
+def test_holders_and_waiters_of_other_processes_are_listed(using, configured, until):
+    """A quorum has no queue."""
+    process = configured(using)
+    lock, (one, other) = db_lock("key", using=using), (process(), process())
+    assert lock.holders() == lock.waiters() == []
+    one.start(jobs.hold, "key", using=using)
+    one.hear()
+    other.start(jobs.hold, "key", using=using, timeout=60)
+    if using != "quorum":
+        (waiter,) = until(lock.waiters, 30)
+        assert f":{other.process.pid}:" in waiter.holder
+        assert waiter.waits_for == "key"
+        assert 0 <= waiter.waited < 30
+    else:
+        assert lock.waiters() == []
+    (holder,) = lock.holders()
+    assert f":{one.process.pid}:" in holder.holder
+    for each in (one, other):
+        if each is other:
+            each.hear()
+        each.tell()
+        assert each.hear() == "released"
+
+
 @pytest.fixture
 def backend_of(configured, settings):
     """Return a function that configures an alias.

@@ -553,6 +553,7 @@ async def test_the_typed_examples_run():
     await sync_to_async(typed_usage.check)()
     typed_usage.check_options()
     await sync_to_async(typed_usage.check_tries)()
+    await sync_to_async(typed_usage.check_callers)()
     await sync_to_async(typed_usage.check_several)(["a", "b"])
     await typed_usage.acheck_several()
     await typed_usage.acheck()

@@ -124,7 +124,7 @@ def test_methods_of_other_locks_say_what_to_use(django_assert_num_queries):
             ("reacquire", r"renewed in the background"),
             ("owned", r"Use lock\.held\(\), or hold\.check\(\)"),
             ("get_owner_id", r"Use lock\.holder\(\)"),
-            ("contenders", r"Use hold\.queue_length\(\)"),
+            ("contenders", r"Use lock\.waiters\(\)"),
             ("reset", "Use 'manage.py clear_lock'"),
             ("start", r"Use lock\.acquire\(\)"),
         ):
@@ -140,13 +140,11 @@ def test_methods_of_other_locks_say_what_to_use(django_assert_num_queries):
         ):
             with (
                 django_assert_num_queries(0),
-                pytest.raises(
-                    TypeError, match=r"db_lock\(key, timeout=5\)\. try_acq"
-                ),
+                pytest.raises(TypeError, match=r"db_lock\(key, timeout=5\)\. try_acq"),
             ):
                 lock.acquire(*args, **options)
             with pytest.raises(
-                TypeError, match=r"timeout=5\), and atry_acquire\(\) does"
+                TypeError, match=r"timeout=5\)\. atry_acquire\(\) does"
             ):
                 asyncio.run(lock.aacquire(*args, **options))
 
