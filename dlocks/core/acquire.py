@@ -100,7 +100,10 @@ class Acquisition:
         return [(one, one._full_key(self.backend)) for one in locks]
 
     def _new_attempts(self) -> list[Attempt]:
-        return [self._attempt(lock, key) for lock, key in self._locks]
+        attempts = [self._attempt(lock, key) for lock, key in self._locks]
+        for attempt in attempts:
+            attempt.entry.is_member = True
+        return attempts
 
     @property
     def has_transaction_scope(self) -> bool:

@@ -74,6 +74,11 @@ class Acquired(NamedTuple):
     def is_open(self) -> bool:
         return any(entry.hold.has_open(entry) for entry in self.entries)
 
+    @property
+    def is_in_block(self) -> bool:
+        entry = self.entries[0]
+        return entry in entry.hold.life.state.blocks
+
 
 class OfCaller:
     """The entries of one caller, and what ``acquire()`` has returned to it."""
@@ -272,6 +277,8 @@ def holds() -> list[Any]:
 def last_acquired(lock: Any, caller: Any) -> Acquired | None:
     """Return what a caller acquired last by a lock and has not released, or None.
 
+    What a ``with hold`` block uses comes last, since the block leaves it.
+
     If the caller has none, return that of a task of the same event loop that is done. A
     task that only acquires, as in ``asyncio.wait_for()``, is another caller.
     """
@@ -293,15 +300,17 @@ def _newest_of_done_tasks(lock: Any, key: str | None, loop: Any) -> Acquired | N
 
 
 def _newest(lock: Any, key: str | None, caller: Any) -> Acquired | None:
-    own = _by_caller.get(caller)
+    own, in_block = _by_caller.get(caller), None
     for one in reversed(() if own is None else own.acquired.get(lock.key, ())):
         if (
             one.lock == lock
             and key in {None, one.entries[0].hold.claim.key}
             and one.is_open
         ):
-            return one  # type: ignore[no-any-return]
-    return None
+            if not one.is_in_block:
+                return one  # type: ignore[no-any-return]
+            in_block = in_block or one
+    return in_block
 
 
 def has_ended(caller: Any) -> bool:

@@ -70,7 +70,14 @@ class Transaction(Protocol):
 class Entry:
     """The use of a hold by one caller. It is open until it is left, once."""
 
-    __slots__ = ("acquired_by", "caller", "hold", "lock", "min_hold_until")
+    __slots__ = (
+        "acquired_by",
+        "caller",
+        "hold",
+        "is_member",
+        "lock",
+        "min_hold_until",
+    )
 
     def __init__(self, caller: Any, lock: Any = None, hold: Any = None) -> None:
         self.caller = caller
@@ -81,6 +88,8 @@ class Entry:
         self.min_hold_until = 0.0
         # The key, or the list of keys, of the lock whose ``acquire()`` made it.
         self.acquired_by = ""
+        # Whether it belongs to a hold of several keys.
+        self.is_member = False
 
 
 class State(NamedTuple):
@@ -175,10 +184,11 @@ class Life:
         """Return the entry that a ``with hold`` block uses, or None.
 
         It is ``preferred``, or the newest entry, among those of the same caller that no
-        block uses yet. Another thread uses its new entry, in the place of one that a
-        caller in ``ended`` has left behind. So neither frees the key under the other.
-        None means that the hold has ended, or that a block uses each entry of this
-        caller. The result is also in ``chosen``, even if an interrupt follows.
+        block uses yet. Members of several keys come last. Another thread uses its new
+        entry, in the place of one that a caller in ``ended`` has left behind. So
+        neither frees the key under the other. None means that the hold has ended, or
+        that a block uses each entry of this caller. The result is also in ``chosen``,
+        even if an interrupt follows.
         """
         chosen = [] if chosen is None else chosen
 
@@ -189,7 +199,7 @@ class Life:
             mine = _of_caller(old.entries, new_entry.caller)
             free = _without(old.entries, (*old.blocks, *old.arriving))
             if own := _of_caller(free, new_entry.caller):
-                entry = preferred if preferred in own else own[-1]
+                entry = preferred if preferred in own else (_alone(own) or own)[-1]
                 new = old
             elif mine:
                 return old, Effect.NOTHING
@@ -254,7 +264,8 @@ class Life:
     ) -> Effect:
         """Leave the newest entry of a caller, or the oldest one that no block uses.
 
-        Entries that no block uses come first, also among the caller's own ones. A
+        Entries that no block uses come first, also among the caller's own ones, and
+        members of several keys come last, because their own hold leaves them. A
         thread may release the hold that another thread has acquired, but not from under
         a block. Then the effect is REFUSED.
         """
@@ -263,12 +274,13 @@ class Life:
         def rule(old: State) -> tuple[State, Effect]:
             received = _without(old.entries, old.arriving)
             free = _without(received, old.blocks)
-            # Its own block ends early only if the caller has no other entry.
-            own = _of_caller(free, caller) or _of_caller(received, caller)
-            if own:
-                entry = own[-1]
+            # Its own block ends early only if the caller has no other entry. A member
+            # of several keys is left only if there is no other entry.
+            own, mine = _of_caller(free, caller), _of_caller(received, caller)
+            if mine:
+                entry = (_alone(own) or _alone(mine) or own or mine)[-1]
             elif free:
-                entry = free[0]
+                entry = (_alone(free) or free)[0]
             else:
                 return old, Effect.REFUSED if old.entries else Effect.NOTHING
             return _leave(old, entry, within, failed=failed, verified=verified)
@@ -552,6 +564,15 @@ def _standing(transactions: Iterable[Transaction]) -> tuple[Transaction, ...]:
 
 def _without(entries: Iterable[Entry], others: Collection[Any]) -> tuple[Entry, ...]:
     return tuple([entry for entry in entries if entry not in others])
+
+
+def _alone(entries: Iterable[Entry]) -> tuple[Entry, ...]:
+    """Return the entries that are no members of a hold of several keys.
+
+    That hold leaves its own entries. If the hold of one key left one of them, another
+    entry would never be left.
+    """
+    return tuple([entry for entry in entries if not entry.is_member])
 
 
 def _of_caller(entries: Iterable[Entry], caller: object) -> tuple[Entry, ...]:

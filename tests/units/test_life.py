@@ -172,7 +172,7 @@ MISTAKES = {
     ),
     "another thread releases under a block": (
         "blocks of other threads",
-        "            elif free:\n                entry = free[0]\n",
+        "            elif free:\n                entry = (_alone(free) or free)[0]\n",
         "            elif received:\n                entry = received[0]\n",
     ),
     "an entry is verified after it was left": (
