@@ -10,6 +10,7 @@ from itertools import takewhile
 from urllib.parse import quote
 
 from kazoo.exceptions import NoNodeError
+from kazoo.security import OPEN_ACL_UNSAFE
 
 from dlocks.backends.local_claims import LocalEntry
 from dlocks.backends.zookeeper.ensemble import Ensemble
@@ -179,7 +180,10 @@ class Nodes:
         )
         if isinstance(answer, NoNodeError):
             # The root is missing, or another process has just released the key.
-            self.ensemble.ask(("ensure_path", self.root))
+            above = self.root.rpartition("/")[0] or "/"
+            self.ensemble.ask(
+                ("ensure_path", above, OPEN_ACL_UNSAFE), ("create", self.root)
+            )
             return None
         return self._note(entry, NodeQueue(names), answer[1].czxid)
 
