@@ -18,13 +18,14 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Self
 
 from django.db import close_old_connections, connections
 
 # It reports that the app is not installed, so the app cannot register it.
 from dlocks import checks  # noqa: F401
-from dlocks.conf import DEFAULT_ALIAS
+from dlocks.conf import DEFAULT_ALIAS, backends
 from dlocks.core.acquire import Acquisition
 from dlocks.core.callers import current_caller
 from dlocks.core.drive import TaskWakeup, adrive, drive
@@ -294,8 +295,12 @@ class LeaderElection:
         begun.add(self)
 
     def _acquisition(self) -> Acquisition:
+        lock = self._lock
+        if backends[lock.using].waits_in_statement:
+            # On PostgreSQL, the snapshot of that statement holds back VACUUM.
+            lock = replace(lock, fair=False)
         return Acquisition(
-            self._lock,
+            lock,
             current_caller(),
             self._wakeup,
             is_stopped=lambda: self._is_stopped,

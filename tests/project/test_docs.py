@@ -524,7 +524,9 @@ def test_every_flag_of_a_backend_is_documented():
     flags = {name for name, value in vars(Backend).items() if isinstance(value, bool)}
     assert flags == set(
         re.findall(
-            r"^\| `(exclusive|grants_in_queue|supports_\w+)` \|", text, re.MULTILINE
+            r"^\| `(exclusive|\w+_in_(?:queue|statement)|supports_\w+)` \|",
+            text,
+            re.MULTILINE,
         )
     )
     database_backends = PessimisticBackend, OptimisticBackend, InsertBackend
@@ -533,7 +535,7 @@ def test_every_flag_of_a_backend_is_documented():
         assert pages.told_of(kind) == told
         pages.check_refusals(kind("default"))
     # These flags only concern authors of backends.
-    flags -= {"exclusive", "supports_fencing", "grants_in_queue"}
+    flags -= {"exclusive", "supports_fencing", "grants_in_queue", "waits_in_statement"}
     assert pages.TOLD_AS.keys() == flags
 
 

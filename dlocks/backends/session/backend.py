@@ -55,6 +55,7 @@ class SessionBackend(EngineQueue):
 
     supports_queue: ClassVar[bool] = True
     grants_in_queue: ClassVar[bool] = False
+    waits_in_statement: ClassVar[bool] = True
     supports_fencing: ClassVar[bool] = False
     unlisted = gettext_lazy(
         "The database knows only digests of the keys. Call holder() of a lock instead."

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 from django.db import connection
 
-from dlocks import LockTimeout
+from dlocks import LeaderElection, LockTimeout
 from tests import jobs
 from tests.promises.session.server import SERVERS, end_session, lock, query
 
@@ -130,6 +130,36 @@ def test_an_interrupted_waiter_leaves_nothing(
     first.release()
     with lock(timeout=0):
         pass
+
+
+@pytest.mark.engine("postgresql")
+def test_candidates_of_an_election_poll(elsewhere, until):
+    """Their wait may last for weeks. Its snapshot would hold back VACUUM."""
+    polls, led = set(), threading.Event()
+
+    def asks():
+        """Return what the sessions wait for that ask for a lock."""
+        rows = query(
+            "SELECT query_start, wait_event FROM pg_stat_activity WHERE query LIKE"
+            " '%%advisory_lock(%%' AND pid <> pg_backend_pid()",
+            "",
+        )
+        polls.update(began for began, _ in rows)
+        return {wait_event for _, wait_event in rows}
+
+    election = LeaderElection(
+        "scheduler", using="session", on_elected=lambda hold: led.set()
+    )
+    elsewhere.start(jobs.hold, election.key, using="session")
+    elsewhere.hear()
+    asks()
+    polls.clear()
+    with election:
+        until(lambda: "advisory" not in asks() and len(polls) > 3)
+        assert "advisory" not in asks()
+        assert not led.is_set()
+        elsewhere.tell()
+        assert led.wait(30)
 
 
 @pytest.mark.engine("mariadb", "mysql")
