@@ -70,7 +70,7 @@ def test_the_examples_on_quorum(settings):
     (written,) = settings_of("how-to/quorum")
     settings.DLOCKS = written
     assert reported("default") == []
-    assert len(written["default"]["OPTIONS"]["of"]) == 5
+    assert len(written["default"]["OPTIONS"]["of"]) == 3
     page = pages.run("how-to/quorum")
     settings.DLOCKS = {
         **{name: {"BACKEND": MEMORY} for name in written},
