@@ -100,7 +100,7 @@ class LockCommand(BaseCommand):
             raise CommandError(str(error)) from error
         why = backend.unlisted
         if self.needs:
-            why = "" if hasattr(backend, self.needs) else "It leaves nothing behind."
+            why = "" if hasattr(backend, self.needs) else "It leaves no rows behind."
         if why and not isinstance(backend, DatabaseBackend):
             raise CommandError(
                 f"DLOCKS[{alias!r}], a {type(backend).__name__}, does not support this"
