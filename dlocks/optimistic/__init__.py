@@ -7,14 +7,17 @@ from dlocks.exceptions import StaleToken, StaleVersion
 from dlocks.optimistic.fenced import FencedManager, FencedModel
 from dlocks.optimistic.fenced_queryset import FencedQuerySet
 from dlocks.optimistic.retry import retry_on_conflict
+from dlocks.optimistic.trigger import AddVersionTrigger, RemoveVersionTrigger
 from dlocks.optimistic.version_field import VersionField
 from dlocks.optimistic.versioned import VersionedModel
 from dlocks.optimistic.versioned_queryset import VersionedManager, VersionedQuerySet
 
 __all__ = [
+    "AddVersionTrigger",
     "FencedManager",
     "FencedModel",
     "FencedQuerySet",
+    "RemoveVersionTrigger",
     "StaleToken",
     "StaleVersion",
     "VersionField",

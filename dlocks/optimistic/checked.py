@@ -163,6 +163,9 @@ class CheckedModel(models.Model):
             values = [value for value in values if value[0] != field]
             if state.is_raw:
                 after = self._value_of_fixture()
+            elif state.is_compared and values:
+                # Another value, since a trigger would replace the one that stays.
+                after = self.advance(self._held())
             elif not (state.is_compared or self._ignores(update_fields)):
                 held = self._held()
                 after = self.advance(held)

@@ -24,8 +24,8 @@ from dlocks.optimistic.version_field import (
 class VersionedQuerySet(models.QuerySet[Any]):
     """A queryset whose writes invalidate the versions that were read before."""
 
-    # Whether the versions of the rows have already been replaced.
-    _counted = False
+    # The new version of rows that bulk_update() has compared.
+    _version: int | None = None
 
     def update(self, **kwargs: Any) -> int:
         """Update all rows, and replace their versions.
@@ -34,7 +34,9 @@ class VersionedQuerySet(models.QuerySet[Any]):
         for a version among the values, since each update sets it.
         """
         field = version_field(self.model)
-        if self._counted or not kwargs or field.ignores(self.model, kwargs):
+        if self._version is not None:
+            return super().update(**kwargs, **{field.name: self._version})
+        if not kwargs or field.ignores(self.model, kwargs):
             return super().update(**kwargs)
         self._refuse_version(kwargs)
         return self._count(**kwargs)
@@ -93,13 +95,15 @@ class VersionedQuerySet(models.QuerySet[Any]):
                 " would be lost."
             )
         self._for_write = True
-        after = new_version(max(held.values()))
-        counted: Any = self._chain()  # type: ignore[attr-defined]
-        counted._counted = True
+        # Two values, since a trigger would replace one that stays.
+        between = new_version(max(held.values()))
+        after = new_version(between)
+        compared: Any = self._chain()  # type: ignore[attr-defined]
+        compared._version = after
         try:
             with transaction.atomic(using=self.db):
-                replace_versions(model, self.db, held, after, batch_size)
-                updated = super(VersionedQuerySet, counted).bulk_update(
+                replace_versions(model, self.db, held, between, batch_size)
+                updated = super(VersionedQuerySet, compared).bulk_update(
                     objs, fields, batch_size
                 )
         except _SomeAreStale:
@@ -167,7 +171,7 @@ class VersionedQuerySet(models.QuerySet[Any]):
 
     def _clone(self) -> Any:
         clone = super()._clone()  # type: ignore[misc]
-        clone._counted = self._counted
+        clone._version = self._version
         return clone
 
 

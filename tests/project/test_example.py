@@ -100,12 +100,12 @@ def test_under_a_lock_no_other_buyer_interferes(
 
 def test_a_conflicting_buyer_reads_the_row_again(product, last_one, meanwhile):
     """The last item is sold once."""
-    for one, sold, stock in ((product, True, (0, 3, 2)), (last_one, False, (0, 2, 1))):
+    for one, sold, stock in ((product, True, (0, 2)), (last_one, False, (0, 1))):
         meanwhile(lambda one=one: buy(one.pk, "second", ROW))
         purchase = buy(one.pk, "first", ROW)
         assert (purchase.sold, purchase.conflicts) == (sold, 1)
         one.refresh_from_db()
-        assert (one.stock, one.version, one.sales.count()) == stock
+        assert (one.stock, one.sales.count()) == stock
 
 
 def test_a_busy_database_is_retried(product, monkeypatch):
@@ -170,7 +170,7 @@ def test_the_admin_adds_pieces_under_a_lock(product, admin_client, in_other_thre
     data = {"action": "restock", "_selected_action": [product.pk]}
     admin_client.post("/admin/shop/product/", data)
     product.refresh_from_db()
-    assert (product.stock, product.version) == (12, 2)
+    assert product.stock == 12
     hold = in_other_thread(db_lock(services.key_of(product.pk)).acquire)
     answer = admin_client.post("/admin/shop/product/", data, follow=True)
     hold.release()

@@ -1,0 +1,185 @@
+"""Migration operations for a trigger that replaces the versions of raw SQL's rows."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from django.core.exceptions import FieldDoesNotExist
+from django.db import NotSupportedError
+from django.db.migrations.operations.base import Operation
+
+from dlocks.optimistic.version_field import STEPS, version_field
+
+
+class AddVersionTrigger(Operation):
+    """Replace a row's version at each UPDATE that leaves it as it was.
+
+    Put it into a migration after the model has its VersionField. Writes of raw SQL and
+    of other programs then make loaded instances stale, as ``QuerySet.update()`` does.
+    The statements of a VersionedModel set the version themselves. A write that changes
+    only ``ignore_fields`` is left alone.
+
+    On SQLite, Django drops the trigger whenever it rebuilds a table. There, and for a
+    field that is added to a model with ``ignore_fields``, put the operation again into
+    the migration that changes the model.
+    """
+
+    reduces_to_sql = True
+    reversible = True
+
+    def __init__(self, model_name: str) -> None:
+        self.model_name = model_name
+
+    def state_forwards(self, app_label: str, state: Any) -> None:
+        """Leave the state, which has no triggers."""
+
+    def database_forwards(
+        self, app_label: str, schema_editor: Any, from_state: Any, to_state: Any
+    ) -> None:
+        self._execute(_added, app_label, schema_editor, to_state)
+
+    def database_backwards(
+        self, app_label: str, schema_editor: Any, from_state: Any, to_state: Any
+    ) -> None:
+        self._execute(_removed, app_label, schema_editor, to_state)
+
+    def describe(self) -> str:
+        return f"Add a trigger for the version of {self.model_name}"
+
+    @property
+    def migration_name_fragment(self) -> str:
+        return f"{self.model_name.lower()}_version_trigger"
+
+    def _execute(
+        self,
+        statements: Callable[[Any, Any], Sequence[str]],
+        app_label: str,
+        schema_editor: Any,
+        state: Any,
+    ) -> None:
+        connection = schema_editor.connection
+        model = state.apps.get_model(app_label, self.model_name)
+        if self.allow_migrate_model(connection.alias, model):
+            for statement in statements(connection, model):
+                schema_editor.execute(statement, params=None)
+
+
+class RemoveVersionTrigger(AddVersionTrigger):
+    """Remove the trigger of ``AddVersionTrigger``."""
+
+    def database_forwards(self, *args: Any) -> None:
+        super().database_backwards(*args)
+
+    def database_backwards(self, *args: Any) -> None:
+        super().database_forwards(*args)
+
+    def describe(self) -> str:
+        return f"Remove the trigger for the version of {self.model_name}"
+
+
+# How each engine names the time in microseconds, a random step above the old version,
+# and whether a column has changed. "{column}" is a quoted name.
+POSTGRESQL = """
+CREATE FUNCTION {name}() RETURNS trigger LANGUAGE plpgsql AS $dlocks$ BEGIN
+    IF NEW.{version} = OLD.{version}{changed} THEN
+        NEW.{version} := greatest(
+            OLD.{version} + 1 + floor(random() * {steps})::bigint,
+            (extract(epoch FROM clock_timestamp()) * 1000000)::bigint
+        );
+    END IF;
+    RETURN NEW;
+END $dlocks$
+"""
+# InnoDB compares text by its collation, in which "A" may be "a".
+INNODB = """
+CREATE TRIGGER {name} BEFORE UPDATE ON {table} FOR EACH ROW
+SET NEW.{version} = IF(
+    NEW.{version} = OLD.{version}{changed},
+    GREATEST(
+        OLD.{version} + 1 + FLOOR(RAND() * {steps}),
+        TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))
+    ),
+    NEW.{version}
+)
+"""
+# SQLite's clock has milliseconds.
+SQLITE = """
+CREATE TRIGGER {name} AFTER UPDATE ON {table} FOR EACH ROW
+WHEN NEW.{version} = OLD.{version}{changed}
+BEGIN
+    UPDATE {table} SET {version} = max(
+        OLD.{version} + 1 + abs(random() % {steps}),
+        CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER) * 1000
+        + abs(random() % 1000)
+    ) WHERE rowid = NEW.rowid;
+END
+"""
+CHANGED = {
+    "mysql": "NOT (HEX(CONCAT(NEW.{column})) <=> HEX(CONCAT(OLD.{column})))",
+    "sqlite": "NEW.{column} IS NOT OLD.{column}",
+}
+
+
+def _names(connection: Any, model: Any) -> dict[str, Any]:
+    field, quote = version_field(model), connection.ops.quote_name
+    if field not in model._meta.local_concrete_fields:
+        raise FieldDoesNotExist(
+            f"The version of {model._meta.label} is in the table of"
+            f" {field.model._meta.label}. Name that model."
+        )
+    digest = hashlib.sha256(model._meta.db_table.encode()).hexdigest()[:16]
+    return {
+        "name": quote(f"dlocks_version_{digest}"),
+        "table": quote(model._meta.db_table),
+        "version": quote(field.column),
+        "steps": STEPS,
+    }
+
+
+def _changed(connection: Any, model: Any) -> str:
+    """Return the condition that a column has changed that is not ignored."""
+    field, quote = version_field(model), connection.ops.quote_name
+    if not field.ignore_fields:
+        return ""
+    ignored = {model._meta.get_field(name).column for name in field.ignore_fields}
+    ignored.add(field.column)
+    if connection.vendor == "postgresql":
+        names = ", ".join(f"'{name}'" for name in sorted(ignored))
+        others = f"to_jsonb({{}}) - ARRAY[{names}]"
+        return f" AND {others.format('NEW')} <> {others.format('OLD')}"
+    columns = {one.column for one in model._meta.local_concrete_fields} - ignored
+    changes = " OR ".join(
+        CHANGED[connection.vendor].format(column=quote(column))
+        for column in sorted(columns)
+    )
+    return f" AND ({changes})"
+
+
+def _added(connection: Any, model: Any) -> list[str]:
+    statements = _removed(connection, model)
+    facts = {**_names(connection, model), "changed": _changed(connection, model)}
+    if connection.vendor == "postgresql":
+        call = (
+            "CREATE TRIGGER {name} BEFORE UPDATE ON {table}"
+            " FOR EACH ROW EXECUTE FUNCTION {name}()"
+        )
+        return [*statements, POSTGRESQL.format(**facts), call.format(**facts)]
+    text = INNODB if connection.vendor == "mysql" else SQLITE
+    return [*statements, text.format(**facts)]
+
+
+def _removed(connection: Any, model: Any) -> list[str]:
+    facts = _names(connection, model)
+    if connection.vendor == "postgresql":
+        return [
+            "DROP TRIGGER IF EXISTS {name} ON {table}".format(**facts),
+            "DROP FUNCTION IF EXISTS {name}()".format(**facts),
+        ]
+    if connection.vendor in {"mysql", "sqlite"}:
+        return ["DROP TRIGGER IF EXISTS {name}".format(**facts)]
+    raise NotSupportedError(
+        f"There is no trigger for versions on {connection.vendor}. Remove the operation"
+        " from the migration, or write version = version + 1 in raw SQL."
+    )
