@@ -173,7 +173,9 @@ class VersionedModelAdmin(_CheckForm, admin.ModelAdmin):  # type: ignore[type-ar
         _watch(request, obj)
         shown = getattr(request, "_dlocks_shown", version_of(obj))
         if version_of(obj) != shown:
-            raise StaleVersion(self.model, obj.pk, shown, version_of(obj))
+            error = StaleVersion(self.model, obj.pk, shown, version_of(obj))
+            error.instance = obj
+            raise error
         super().delete_model(request, obj)
 
     def _to_field(self, request: HttpRequest) -> str | None:

@@ -1,7 +1,8 @@
-"""The system check of versioned models."""
+"""The system checks of versioned and fenced models."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from django.core import checks
@@ -13,11 +14,8 @@ from dlocks.optimistic.versioned_queryset import VersionedQuerySet
 
 def check_versioned(model: type[models.Model]) -> list[checks.CheckMessage]:
     """Return the errors in a model's version field and managers."""
-    fields = [
-        field
-        for field in model._meta.concrete_fields
-        if isinstance(field, VersionField)
-    ]
+    columns = model._meta.concrete_fields
+    fields = [field for field in columns if isinstance(field, VersionField)]
     if len(fields) != 1:
         return [
             checks.Error(
@@ -31,27 +29,14 @@ def check_versioned(model: type[models.Model]) -> list[checks.CheckMessage]:
                 id="dlocks.E020",
             )
         ]
-    managers: set[Any] = {
-        model._default_manager,
-        model._base_manager,
-        *model._meta.managers,
-    }
-    names = {field.name for field in model._meta.concrete_fields}
+    unknown = fields[0].ignore_fields - {field.name for field in columns}
     return [
-        *(
-            checks.Error(
-                f"{model._meta.label}.{manager.name} is not a VersionedManager, so its"
-                " update() would not increment the version.",
-                hint=(
-                    "Derive the manager from dlocks.optimistic.VersionedManager and its"
-                    " queryset from VersionedQuerySet. Make VersionedModel the first"
-                    " base of the model."
-                ),
-                obj=model,
-                id="dlocks.E021",
-            )
-            for manager in managers
-            if not issubclass(manager._queryset_class, VersionedQuerySet)
+        *check_managers(
+            model,
+            [model._base_manager],
+            VersionedQuerySet,
+            "so its update() would not replace the version",
+            "dlocks.E021",
         ),
         *(
             checks.Error(
@@ -60,6 +45,32 @@ def check_versioned(model: type[models.Model]) -> list[checks.CheckMessage]:
                 obj=model,
                 id="dlocks.E022",
             )
-            for name in sorted(fields[0].ignore_fields - names)
+            for name in sorted(unknown)
         ),
+    ]
+
+
+def check_managers(
+    model: type[models.Model],
+    others: Iterable[Any],
+    queryset: type[models.QuerySet[Any]],
+    why: str,
+    identifier: str,
+) -> list[checks.CheckMessage]:
+    """Return an error for each manager with another queryset."""
+    name = queryset.__name__.replace("QuerySet", "")
+    managers: set[Any] = {model._default_manager, *model._meta.managers, *others}
+    return [
+        checks.Error(
+            f"{model._meta.label}.{manager.name} is not a {name}Manager, {why}.",
+            hint=(
+                f"Derive the manager from dlocks.optimistic.{name}Manager and its"
+                f" queryset from {name}QuerySet. Make {name}Model the first base of the"
+                " model."
+            ),
+            obj=model,
+            id=identifier,
+        )
+        for manager in managers
+        if not issubclass(manager._queryset_class, queryset)
     ]

@@ -17,6 +17,7 @@ from django.utils.translation import gettext_lazy as _
 
 from dlocks.exceptions import StaleToken
 from dlocks.optimistic.checked import CheckedModel, current_rows
+from dlocks.optimistic.checks import check_managers
 from dlocks.optimistic.fenced_queryset import (
     FencedQuerySet,
     HasToken,
@@ -170,19 +171,8 @@ class FencedModel(CheckedModel):
                     id="dlocks.E023",
                 )
             )
-        managers: set[Any] = {cls._default_manager, *cls._meta.managers}
-        for manager in managers:
-            if not issubclass(manager._queryset_class, FencedQuerySet):
-                messages.append(
-                    checks.Error(
-                        f"{cls._meta.label}.{manager.name} is not a FencedManager, so"
-                        " its update() would not require a token.",
-                        hint=(
-                            "Derive the manager from dlocks.optimistic.FencedManager,"
-                            " and its queryset from FencedQuerySet."
-                        ),
-                        obj=cls,
-                        id="dlocks.E024",
-                    )
-                )
-        return messages
+        why = "so its update() would not require a token"
+        return [
+            *messages,
+            *check_managers(cls, (), FencedQuerySet, why, "dlocks.E024"),
+        ]

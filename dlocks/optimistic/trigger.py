@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
 from typing import Any
 
 from django.core.exceptions import FieldDoesNotExist
 from django.db import NotSupportedError
 from django.db.migrations.operations.base import Operation
 
-from dlocks.optimistic.version_field import STEPS, version_field
+from dlocks.optimistic.version_field import STEPS, VersionField, version_field
 
 
 class AddVersionTrigger(Operation):
@@ -38,12 +37,12 @@ class AddVersionTrigger(Operation):
     def database_forwards(
         self, app_label: str, schema_editor: Any, from_state: Any, to_state: Any
     ) -> None:
-        self._execute(_added, app_label, schema_editor, to_state)
+        self._execute([REMOVED, ADDED], app_label, schema_editor, to_state)
 
     def database_backwards(
         self, app_label: str, schema_editor: Any, from_state: Any, to_state: Any
     ) -> None:
-        self._execute(_removed, app_label, schema_editor, to_state)
+        self._execute([REMOVED], app_label, schema_editor, to_state)
 
     def describe(self) -> str:
         return f"Add a trigger for the version of {self.model_name}"
@@ -52,18 +51,14 @@ class AddVersionTrigger(Operation):
     def migration_name_fragment(self) -> str:
         return f"{self.model_name.lower()}_version_trigger"
 
-    def _execute(
-        self,
-        statements: Callable[[Any, Any], Sequence[str]],
-        app_label: str,
-        schema_editor: Any,
-        state: Any,
-    ) -> None:
-        connection = schema_editor.connection
+    def _execute(self, steps: Any, app_label: str, editor: Any, state: Any) -> None:
+        connection = editor.connection
         model = state.apps.get_model(app_label, self.model_name)
         if self.allow_migrate_model(connection.alias, model):
-            for statement in statements(connection, model):
-                schema_editor.execute(statement, params=None)
+            facts = _facts(connection, model)
+            for step in steps:
+                for statement in step[connection.vendor]:
+                    editor.execute(statement.format(**facts), params=None)
 
 
 class RemoveVersionTrigger(AddVersionTrigger):
@@ -122,7 +117,25 @@ CHANGED = {
 }
 
 
-def _names(connection: Any, model: Any) -> dict[str, Any]:
+CALL = """
+CREATE TRIGGER {name} BEFORE UPDATE ON {table} FOR EACH ROW EXECUTE FUNCTION {name}()
+"""
+DROP = "DROP TRIGGER IF EXISTS {name}"
+ADDED = {"postgresql": [POSTGRESQL, CALL], "mysql": [INNODB], "sqlite": [SQLITE]}
+REMOVED = {
+    "postgresql": [f"{DROP} ON {{table}}", "DROP FUNCTION IF EXISTS {name}()"],
+    "mysql": [DROP],
+    "sqlite": [DROP],
+}
+
+
+def _facts(connection: Any, model: Any) -> dict[str, Any]:
+    """Return what the statements contain."""
+    if connection.vendor not in ADDED:
+        raise NotSupportedError(
+            f"There is no trigger for versions on {connection.vendor}. Remove the"
+            " operation from the migration, or write version = version + 1 in raw SQL."
+        )
     field, quote = version_field(model), connection.ops.quote_name
     if field not in model._meta.local_concrete_fields:
         raise FieldDoesNotExist(
@@ -135,14 +148,12 @@ def _names(connection: Any, model: Any) -> dict[str, Any]:
         "table": quote(model._meta.db_table),
         "version": quote(field.column),
         "steps": STEPS,
+        "changed": _changed(connection, model, field) if field.ignore_fields else "",
     }
 
 
-def _changed(connection: Any, model: Any) -> str:
+def _changed(connection: Any, model: Any, field: VersionField) -> str:
     """Return the condition that a column has changed that is not ignored."""
-    field, quote = version_field(model), connection.ops.quote_name
-    if not field.ignore_fields:
-        return ""
     ignored = {model._meta.get_field(name).column for name in field.ignore_fields}
     ignored.add(field.column)
     if connection.vendor == "postgresql":
@@ -151,35 +162,7 @@ def _changed(connection: Any, model: Any) -> str:
         return f" AND {others.format('NEW')} <> {others.format('OLD')}"
     columns = {one.column for one in model._meta.local_concrete_fields} - ignored
     changes = " OR ".join(
-        CHANGED[connection.vendor].format(column=quote(column))
+        CHANGED[connection.vendor].format(column=connection.ops.quote_name(column))
         for column in sorted(columns)
     )
     return f" AND ({changes})"
-
-
-def _added(connection: Any, model: Any) -> list[str]:
-    statements = _removed(connection, model)
-    facts = {**_names(connection, model), "changed": _changed(connection, model)}
-    if connection.vendor == "postgresql":
-        call = (
-            "CREATE TRIGGER {name} BEFORE UPDATE ON {table}"
-            " FOR EACH ROW EXECUTE FUNCTION {name}()"
-        )
-        return [*statements, POSTGRESQL.format(**facts), call.format(**facts)]
-    text = INNODB if connection.vendor == "mysql" else SQLITE
-    return [*statements, text.format(**facts)]
-
-
-def _removed(connection: Any, model: Any) -> list[str]:
-    facts = _names(connection, model)
-    if connection.vendor == "postgresql":
-        return [
-            "DROP TRIGGER IF EXISTS {name} ON {table}".format(**facts),
-            "DROP FUNCTION IF EXISTS {name}()".format(**facts),
-        ]
-    if connection.vendor in {"mysql", "sqlite"}:
-        return ["DROP TRIGGER IF EXISTS {name}".format(**facts)]
-    raise NotSupportedError(
-        f"There is no trigger for versions on {connection.vendor}. Remove the operation"
-        " from the migration, or write version = version + 1 in raw SQL."
-    )

@@ -114,17 +114,12 @@ class VersionField(models.BigIntegerField):  # type: ignore[type-arg]
 
         ``names`` contains names or attnames.
         """
-        written = {by_name(model, name) for name in names} - {self.name}
-        return bool(written) and written <= self.ignore_fields
-
-
-def by_name(model: type[models.Model], name: str) -> str:
-    """Return the name of a field, whose attname may be passed as well."""
-    try:
-        return model._meta.get_field(name).name
-    except FieldDoesNotExist:
-        # The code that writes the field raises a better error.
-        return name
+        if not self.ignore_fields:
+            return False
+        fields = [model._meta.get_field(name) for name in self.ignore_fields]
+        ignored = {name for one in fields for name in (one.name, one.attname)}  # type: ignore[union-attr]
+        written = {*names} - {self.name}
+        return bool(written) and written <= ignored
 
 
 def version_field(model: type[models.Model]) -> VersionField:

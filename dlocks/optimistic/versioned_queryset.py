@@ -138,8 +138,8 @@ class VersionedQuerySet(models.QuerySet[Any]):
         """Insert the instances.
 
         Raise ValueError for ``update_conflicts``, since such an update could not
-        compare versions. With ``ignore_conflicts``, the instances have no version,
-        because any row may have been inserted by another writer.
+        compare versions. With ``ignore_conflicts``, an instance whose row another
+        writer has inserted is stale.
         """
         if update_conflicts:
             raise ValueError(
@@ -148,16 +148,7 @@ class VersionedQuerySet(models.QuerySet[Any]):
                 " read the existing rows, and use bulk_update() on them."
             )
         objs = super().bulk_create(objs, batch_size, ignore_conflicts)
-        if ignore_conflicts:
-            field = version_field(self.model)
-            for obj in objs:
-                if obj._is_pk_set():
-                    obj.__dict__.pop(field.attname, None)
-                else:
-                    # Django does not report which row it is.
-                    setattr(obj, field.attname, field.get_default())
-        else:
-            note_inserted(objs, self.db)
+        note_inserted(objs, self.db)
         return objs
 
     def only(self, *fields: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
 import time
 
 import pytest
@@ -221,6 +222,41 @@ def test_an_instance_can_be_saved_again_after_the_commit():
         article.save()
     article.save()
     assert article.version == stored(Article, article.pk)
+
+
+def calls(function):
+    """Return the number of calls of Python functions."""
+    counted = 0
+
+    def profile(frame, event, arg):
+        nonlocal counted
+        counted += event == "call"
+
+    sys.setprofile(profile)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return counted
+
+
+@COMMITS
+def test_the_cost_does_not_grow_with_a_transactions_callbacks():
+    delete_all()
+    made = iter([Article() for _ in range(3)])
+
+    def work():
+        for article in Article.objects.all()[:50]:
+            article.touch()
+        next(made).save()
+
+    with transaction.atomic():
+        Article.objects.bulk_create([Article() for _ in range(50)])
+        work()
+        before = calls(work)
+        for _ in range(200):
+            transaction.on_commit(str)
+        assert calls(work) == before
 
 
 # Inserts
