@@ -134,6 +134,9 @@ class Note(OnlyOpen, VersionedModel):
     chapter = models.ForeignKey(Chapter, models.CASCADE)
     editor = models.ForeignKey(Counter, clear_editor, null=True)
     text = models.CharField(max_length=50, default="")
+    # Names that a base class may not use itself.
+    condition = models.CharField(max_length=50, default="")
+    advance = models.IntegerField(default=0)
 
     class Meta(VersionedModel.Meta):
         order_with_respect_to = "chapter"

@@ -32,11 +32,11 @@ class CheckedModel(models.Model):
         """Return the value that this instance may write with, or raise an error."""
         raise NotImplementedError
 
-    def condition(self, held: int) -> dict[str, Any]:
+    def _condition(self, held: int) -> dict[str, Any]:
         """Return the filter that the row must match."""
         raise NotImplementedError
 
-    def advance(self, held: int) -> int:
+    def _advance(self, held: int) -> int:
         """Return the field's value after the write."""
         raise NotImplementedError
 
@@ -82,9 +82,10 @@ class CheckedModel(models.Model):
         try:
             super().save_base(raw, force_insert, force_update, using, update_fields)
         except self._stale as error:
-            if error.instance is self and connections[using].in_atomic_block:
-                # Django marks the transaction as broken after any error in save(), but
-                # a refused one has written nothing.
+            # Django marks the transaction as broken after any error in save(). One that
+            # was refused has written nothing, unless it had to insert a parent.
+            is_intact = error.instance is self and not force_insert
+            if is_intact and connections[using].in_atomic_block:
                 transaction.set_rollback(False, using=using)
             raise
 
@@ -165,11 +166,11 @@ class CheckedModel(models.Model):
                 after = self._value_of_fixture()
             elif state.is_compared and values:
                 # Another value, since a trigger would replace the one that stays.
-                after = self.advance(self._held())
+                after = self._advance(self._held())
             elif not (state.is_compared or self._ignores(update_fields)):
                 held = self._held()
-                after = self.advance(held)
-                base_qs = base_qs.filter(**self.condition(held))
+                after = self._advance(held)
+                base_qs = base_qs.filter(**self._condition(held))
             if after is not None:
                 values.append((field, None, after))
         updated = super()._do_update(
@@ -184,8 +185,8 @@ class CheckedModel(models.Model):
 
     def _advance_row(self, using: str, held: int) -> int:
         """Compare and replace the field alone; return the number of rows."""
-        field, after = self._checked_field(), self.advance(held)
-        rows = self._rows(using).filter(**self.condition(held))
+        field, after = self._checked_field(), self._advance(held)
+        rows = self._rows(using).filter(**self._condition(held))
         written: int = rows._update([(field, None, after)])
         if written:
             setattr(self, field.attname, after)

@@ -117,17 +117,17 @@ class FencedModel(CheckedModel):
     def _checked_field(cls) -> Any:
         return cls._meta.get_field("fence")
 
-    def condition(self, held: int) -> dict[str, Any]:
+    def _condition(self, held: int) -> dict[str, Any]:
         # The claim has written its token. A row without it lost the claim in a
         # rollback, and another holder may have written it since.
         is_given = getattr(self._state, "is_given", False)
         return {"fence__lte" if is_given else "fence": held}
 
-    def advance(self, held: int) -> int:
+    def _advance(self, held: int) -> int:
         return held
 
     def _matches(self, found: int, held: int) -> bool:
-        return found == held or (found < held and "fence" not in self.condition(held))
+        return found == held or (found < held and "fence" not in self._condition(held))
 
     def _value_of_fixture(self) -> Any:
         # It never lowers the fence.

@@ -107,10 +107,10 @@ class VersionedModel(CheckedModel):
     def _checked_field(cls) -> VersionField:
         return version_field(cls)
 
-    def condition(self, held: int) -> dict[str, Any]:
+    def _condition(self, held: int) -> dict[str, Any]:
         return {version_field(type(self)).attname: held}
 
-    def advance(self, held: int) -> int:
+    def _advance(self, held: int) -> int:
         return new_version(held)
 
     def _value_of_fixture(self) -> int:

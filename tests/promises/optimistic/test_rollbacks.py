@@ -35,8 +35,6 @@ from tests.promises.optimistic.kinds import (
     stored,
 )
 
-pytestmark = pytest.mark.front
-
 
 class Undone(Exception):  # noqa: N818 (not an error)
     pass
@@ -73,7 +71,6 @@ UNDO = for_each("undo", [undo, undo_by_hand])
 
 
 @COMMITS
-@pytest.mark.storage
 @UNDO
 def test_after_a_rollback_the_instance_is_stale(undo):
     article = Article.objects.create()
@@ -154,7 +151,6 @@ def test_writers_with_slower_clocks_have_different_versions(verb):
 
 
 @COMMITS
-@pytest.mark.storage
 def test_a_recreated_row_has_another_version():
     """An editor of the old row cannot overwrite the new one."""
     old = Page.objects.create(slug="a", text="old")

@@ -15,7 +15,7 @@ from tests.for_each import for_each
 from tests.models import Article, Counter, Page, Report
 from tests.promises.optimistic.kinds import COMMITS, execute, is_stale, stored
 
-pytestmark = [pytest.mark.front, pytest.mark.storage, COMMITS]
+pytestmark = COMMITS
 
 
 def state_of(*kinds):
