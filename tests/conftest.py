@@ -271,6 +271,17 @@ _stalls: list[float] = []
 _seen: list[str] = []
 
 
+@pytest.fixture(scope="session", autouse=True)
+def without_width():
+    """Remove the width of the terminal, which pytest-xdist sets.
+
+    Commands cut their lines to it.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("COLUMNS", raising=False)
+        yield
+
+
 @pytest.fixture(scope="session")
 def django_db_setup(django_db_setup):
     # Processes that are started by tests use this test database.
