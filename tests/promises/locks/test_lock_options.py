@@ -143,9 +143,7 @@ def test_methods_of_other_locks_say_what_to_use(django_assert_num_queries):
                 pytest.raises(TypeError, match=r"db_lock\(key, timeout=5\)\. try_acq"),
             ):
                 lock.acquire(*args, **options)
-            with pytest.raises(
-                TypeError, match=r"timeout=5\)\. atry_acquire\(\) does"
-            ):
+            with pytest.raises(TypeError, match=r"timeout=5\)\. atry_acquire\(\) does"):
                 asyncio.run(lock.aacquire(*args, **options))
 
 
