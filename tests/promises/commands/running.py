@@ -40,6 +40,7 @@ def refused(*args) -> str:
 def without_terminal(monkeypatch):
     """Run commands without a terminal, as cron does."""
     monkeypatch.setattr(sys, "stdin", io.StringIO())
+    monkeypatch.delenv("COLUMNS", raising=False)
 
 
 @pytest.fixture
