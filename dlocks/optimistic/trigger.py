@@ -1,4 +1,4 @@
-"""Migration operations for a trigger that replaces the versions of raw SQL's rows."""
+"""Migration operations of a trigger that replaces versions when raw SQL writes."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from dlocks.exceptions import StaleVersion
 from dlocks.optimistic.checked import CheckedModel
 from dlocks.optimistic.checks import check_versioned
 from dlocks.optimistic.version_field import VersionField, new_version, version_field
-from dlocks.optimistic.versioned_queryset import VersionedManager
+from dlocks.optimistic.versioned_queryset import VersionedManager, VersionedQuerySet
 
 
 class VersionedModel(CheckedModel):
@@ -142,7 +142,8 @@ class VersionedModel(CheckedModel):
 def _count_before(
     field: Any, *, instance: models.Model, using: str, **kwargs: Any
 ) -> None:
-    field.model._base_manager.using(using).filter(**{field.name: instance})._count()
+    rows = VersionedQuerySet(field.model, using=using)
+    rows.filter(**{field.name: instance})._count()
 
 
 def _watch_handlers(*, sender: Any, **kwargs: Any) -> None:

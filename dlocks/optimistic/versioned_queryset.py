@@ -100,15 +100,16 @@ class VersionedQuerySet(models.QuerySet[Any]):
         after = new_version(between)
         compared: Any = self._chain()  # type: ignore[attr-defined]
         compared._version = after
-        try:
-            with transaction.atomic(using=self.db):
-                replace_versions(model, self.db, held, between, batch_size)
+        with transaction.atomic(using=self.db):
+            is_stale = not replace_versions(model, self.db, held, between, batch_size)
+            if is_stale:
+                transaction.set_rollback(True, using=self.db)
+            else:
                 updated = super(VersionedQuerySet, compared).bulk_update(
                     objs, fields, batch_size
                 )
-        except _SomeAreStale:
-            error = self._stale_error(model, rows, held)
-            raise error from None
+        if is_stale:
+            raise self._stale_error(model, rows, held)
         for obj in objs:
             setattr(obj, field.attname, after)
         return updated
@@ -185,10 +186,10 @@ def versions_of(model: Any, path: str) -> Iterator[str]:
 
 def replace_versions(
     model: Any, using: str, held: dict[Any, int], after: int, batch_size: int | None
-) -> None:
+) -> bool:
     """Set the versions of rows that still have the expected version.
 
-    Raise _SomeAreStale if any row does not have it.
+    Return whether all rows have it. Some may have been written if not.
     """
     field = version_field(model)
     pks = list(held)
@@ -203,11 +204,8 @@ def replace_versions(
         rows = model._base_manager.using(using).filter(pk__in=batch)
         rows = rows.filter(**{field.attname: expected})
         if rows._update([(field, None, after)]) < len(batch):
-            raise _SomeAreStale
-
-
-class _SomeAreStale(Exception):  # noqa: N818
-    """Some rows were not written, so roll back the others."""
+            return False
+    return True
 
 
 class VersionedManager(models.Manager.from_queryset(VersionedQuerySet)):  # type: ignore[misc]
