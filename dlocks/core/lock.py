@@ -194,6 +194,11 @@ class Lock(LockPolicy):
             return None
 
     async def arelease(self) -> None:
+        """Leave the hold that this task acquired last by this lock.
+
+        If it has acquired none, this leaves that of a task that is done. See
+        ``release()``.
+        """
         caller = current_caller()
         last = callers.last_acquired(self, caller)
         # Together, so that a cancellation comes after the release.

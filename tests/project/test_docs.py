@@ -21,6 +21,8 @@ from django.db import connection
 
 import dlocks
 from dlocks import (
+    Hold,
+    Lock,
     LockDeadlock,
     LockLost,
     LockTimeout,
@@ -178,6 +180,19 @@ def test_the_documentation_has_at_most_22_000_words():
     read = set(pages.DOCS.rglob("*.md")) - {pages.DOCS / "benchmarks.md"}
     for paths, limit in ((read, 22_000), ([ROOT / "README.md"], 900)):
         assert sum(len(path.read_text().split()) for path in paths) <= limit
+
+
+def test_the_reference_lists_each_method_and_its_asynchronous_one():
+    """Some names are listed that have no other: ``held()`` sends no request."""
+    for page, kind, others in (
+        ("locks", Lock, {"held"}),
+        ("holds", Hold, {"held", "remaining", "owner"}),
+    ):
+        text = (pages.DOCS / "reference" / f"{page}.md").read_text()
+        listed = set(re.findall(r"^        - (\w+)$", text, re.MULTILINE))
+        twins = {name for name in dir(kind) if hasattr(kind, f"a{name}")}
+        assert "release" in twins
+        assert twins | {f"a{name}" for name in twins} | others <= listed, page
 
 
 @database
