@@ -111,6 +111,9 @@ class Person:
 
     alive = True
 
+    def get_name(self) -> str:
+        return "a caller"
+
     def get_loop(self) -> Person:
         return self
 
@@ -218,9 +221,7 @@ class Simulation:
         attempt = self.attempts[number]
         if attempt is None:
             lock = db_lock(KEY, using=f"simulated {number}", renew=number != 2)
-            acquisition = Acquisition(
-                lock, self.people[number], ThreadWakeup(), wait=True
-            )
+            acquisition = Acquisition(lock, self.people[number], ThreadWakeup())
             attempt = self.attempts[number] = acquisition, acquisition.steps()
         acquisition, steps = attempt
         floor = max(self.tokens, default=0)
