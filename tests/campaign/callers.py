@@ -12,7 +12,7 @@ import random
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -502,6 +502,10 @@ class Actor:
             entry.end(error)
             self.left(entry, error)
             if not isinstance(error, Exception):
+                # Perhaps it was refused, and its caller learns of the cancellation
+                # alone.
+                with suppress(LockError, RuntimeError):
+                    await self.do.ask(entry.hold, "release")
                 raise
         else:
             entry.outcome = "detached"
