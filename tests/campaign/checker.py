@@ -119,8 +119,16 @@ def _overlaps(entries, key, mode):
             if other[2] != one[2] and other[0] < one[0] < other[1]
         }
         for other in others.values():
-            if other[4].caller is one[4].caller:
-                # The caller that uses a write lock may also acquire the read lock.
+            # A caller that uses a write lock may also acquire the read lock, also one
+            # to which the hold was lent.
+            users = [one[4].caller]
+            if mode == "rw":
+                users += [
+                    each[4].caller
+                    for each in held
+                    if each[2] == one[2] and each[0] < one[0] < each[1]
+                ]
+            if any(other[4].caller is user for user in users):
                 continue
             both = one[3] and other[3]
             if both and (mode == "rw" or len(others) < PERMITS):
