@@ -494,7 +494,12 @@ class Actor:
         try:
             text = await self.do.ask(entry.hold, "detach")
         except RuntimeError as error:
-            if alone and not isinstance(error, LockError):
+            # The caller to which the hold was lent is perhaps in its block.
+            is_lent = any(
+                gift is not None and gift.entry is entry and gift.is_claimed
+                for gift in list(self.round.boxes.values())
+            )
+            if alone and not is_lent and not isinstance(error, LockError):
                 text = f"detach: {error}"
                 self.round.note("refused", self.round.plain(text), text)
             await self.release(entry, entry.hold)
