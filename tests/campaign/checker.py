@@ -128,7 +128,12 @@ def _overlaps(entries, key, mode):
                     for each in held
                     if each[2] == one[2] and each[0] < one[0] < each[1]
                 ]
-            if any(other[4].caller is user for user in users):
+            beside_it = [
+                each[4].caller
+                for each in held
+                if each[2] == other[2] and each[0] < one[0] < each[1]
+            ]
+            if any(caller is user for caller in beside_it for user in users):
                 continue
             both = one[3] and other[3]
             if both and (mode == "rw" or len(others) < PERMITS):
