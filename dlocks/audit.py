@@ -17,10 +17,10 @@ from django.utils.translation import gettext as _
 
 logger = logging.getLogger("dlocks.audit")
 
-What = Literal["clear", "force_release", "take_out", "purge"]
+What = Literal["clear", "force_release", "take_out"]
 
-# Reasons that an operator need not enter.
-STALE, UNUSED = "stale", "unused"
+# The reason that an operator need not enter.
+STALE = "stale"
 # Characters of a reason, which fills one line of a log.
 REASON_LENGTH = 200
 
@@ -60,7 +60,7 @@ def taken(
     via: str,
     database: str,
 ) -> None:
-    """Log that an operator ended a hold or a claim, or deleted a row.
+    """Log that an operator ended a hold or a claim.
 
     ``number`` is the token of a hold or the id of a claim, and ``lost`` its row.
     """

@@ -236,21 +236,11 @@ class ResourceLock(models.Model):
         permissions = (
             ("clear_resourcelock", _("Can clear stale locks")),
             ("force_release_resourcelock", _("Can force the release of a held lock")),
-            ("purge_resourcelock", _("Can delete the rows of unused keys")),
         )
 
     def __str__(self) -> str:
         # The admin uses this text in titles and in its log.
         return printable(str(self.key_resource))
-
-
-class ControlRoom(ResourceLock):
-    """The entry of the live page in the admin's index. It has no rows of its own."""
-
-    class Meta:
-        proxy = True
-        verbose_name = verbose_name_plural = _("control room")
-        default_permissions = ()
 
 
 class LockClaim(models.Model):

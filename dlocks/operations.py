@@ -1,4 +1,4 @@
-"""Operations of the commands and the admin: show, clear and purge locks.
+"""Operations of the commands and the admin: show and clear locks.
 
 A change applies only to the version of a lock that the user was shown.
 """
@@ -29,8 +29,6 @@ LockRow = Any
 
 # Maximum number of rows in memory.
 PAGE = 500
-# Seconds for which a key must be free before a user may delete its row.
-IDLE_FOR = 86400.0
 
 
 class NotCleared(Exception):  # noqa: N818 (a refusal, not an error)
@@ -268,32 +266,6 @@ def take_out(backend: DatabaseBackend, key: str, number: int) -> LockRow:
         return claim
 
     return _change(backend, read, partial(backend.take_out, key, number))
-
-
-def is_unused(lock: LockRow) -> bool:
-    """Return whether a row may be deleted. The backend checks again."""
-    free = lock.state == LockState.FREE and lock.seconds_left <= -IDLE_FOR
-    return bool(free and lock.waiters == lock.waiting == lock.shares == 0)
-
-
-def purge(backend: DatabaseBackend, key: str, version: int) -> LockRow:
-    """Delete the row of an unused key if it is still as a user was shown it.
-
-    Return the row as it was before, or raise NotCleared.
-    """
-
-    def read() -> LockRow:
-        lock = shown(backend, key)
-        if lock is None:
-            raise NotCleared(_("the row no longer exists"), None)
-        if lock.version != version or not is_unused(lock):
-            raise NotCleared(_("used within the last day, or has waiters"), lock)
-        return lock
-
-    def act() -> bool:
-        return is_column(version) and backend.purge_one(key, version, IDLE_FOR)
-
-    return _change(backend, read, act, _("in use"))
 
 
 def _change(

@@ -1149,7 +1149,6 @@ def rights(pipe, name):
         ),
         "clear": lambda: operations.clear(backend, "held", 1000).pk,
         "end_share": lambda: operations.end_share(backend, "shared", 1001).version,
-        "purge_one": lambda: operations.purge(backend, "old", 1000).pk,
     }
     try:
         return calls[name]()

@@ -1,15 +1,15 @@
-"""The base of the read-only admins, on the tables of the chosen backend."""
+"""The base of the read-only admins, on the tables of the chosen alias."""
 
 from __future__ import annotations
 
-import copy
-from typing import Any, Self
+from dataclasses import dataclass, field
+from typing import Any, Self, cast
 
 from django.contrib import admin
+from django.contrib.admin.options import IncorrectLookupParameters
 from django.contrib.admin.views.main import ChangeList
 from django.core.exceptions import ImproperlyConfigured
 from django.http import HttpRequest, HttpResponse, QueryDict
-from django.template.response import TemplateResponse
 from django.utils.http import urlencode
 from django.utils.translation import gettext as _
 
@@ -18,6 +18,96 @@ from dlocks.backends.database.backend import DatabaseBackend
 from dlocks.conf import DEFAULT_ALIAS, backends
 from dlocks.models import under
 from dlocks.text import shows_holder
+from dlocks.values import Kept
+
+
+@dataclass
+class Source:
+    """The alias that a request chooses, and all aliases that it could choose."""
+
+    alias: str
+    backend: Backend | None
+    shown: dict[str, Backend]
+    # The other aliases, with the reasons why they have no page.
+    hidden: list[tuple[str, str]]
+    # The expired leases that transactions keep. They are looked for only if a lease
+    # seems to be stale.
+    kept: Kept = field(default_factory=Kept)
+
+    @classmethod
+    def of(cls, request: HttpRequest) -> Self:
+        """Return the source of a request, which is found once."""
+        found = getattr(request, "_dlocks_source", None)
+        if found is None:
+            found = request._dlocks_source = cls._find(request)  # type: ignore[attr-defined]
+        return cast("Self", found)
+
+    @classmethod
+    def _find(cls, request: HttpRequest) -> Self:
+        shown: dict[str, Backend] = {}
+        hidden = []
+        tables: dict[Any, str] = {}
+        for alias in dict.fromkeys([DEFAULT_ALIAS, *backends]):
+            try:
+                backend = backends[alias]
+            except ImproperlyConfigured:
+                hidden.append((alias, _("its settings have an error")))
+                continue
+            rows = isinstance(backend, DatabaseBackend)
+            # Aliases with the same database and prefix have the same rows. The first
+            # one stands for them.
+            table = (backend.database, backend.prefix) if rows else alias
+            if backend.unlisted and not rows:
+                hidden.append((alias, backend.unlisted))
+            elif (same := tables.setdefault(table, alias)) == alias:
+                shown[alias] = backend
+            else:
+                hidden.append((alias, _("has the same rows as %s") % same))
+        # Django keeps the parameters of a list in this one.
+        kept = QueryDict(request.GET.get("_changelist_filters", ""))
+        alias = request.GET.get("alias", kept.get("alias", ""))
+        if alias not in shown:
+            alias = next(iter(shown), DEFAULT_ALIAS)
+        return cls(alias, shown.get(alias), shown, hidden)
+
+    @property
+    def rows(self) -> DatabaseBackend | None:
+        """Return the backend if its locks are rows."""
+        return self.backend if isinstance(self.backend, DatabaseBackend) else None
+
+    @property
+    def database(self) -> DatabaseBackend:
+        assert self.rows is not None, "the locks are no rows"  # noqa: S101
+        return self.rows
+
+    def select(self, rows: Any) -> Any:
+        """Return the rows in the database and under the prefix of the alias."""
+        if self.rows is None:
+            return rows.none()
+        return rows.using(self.rows.database).filter(under(self.rows.prefix))
+
+    @property
+    def query(self) -> dict[str, str]:
+        """Return the parameters of the address that choose the alias."""
+        return {} if self.alias == DEFAULT_ALIAS else {"alias": self.alias}
+
+    @property
+    def context(self) -> dict[str, Any]:
+        return {
+            "source": self,
+            "alias": self.query.get("alias"),
+            "alias_query": f"?{urlencode(self.query)}" if self.query else "",
+            "aliases": [
+                {
+                    "name": alias,
+                    "query": urlencode({"alias": alias}),
+                    "is_current": alias == self.alias,
+                    "database": backend.database,
+                    "prefix": backend.prefix,
+                }
+                for alias, backend in self.shown.items()
+            ],
+        }
 
 
 class AliasChangeList(ChangeList):
@@ -26,44 +116,16 @@ class AliasChangeList(ChangeList):
     def get_filters_params(self, params: Any = None) -> Any:
         found = super().get_filters_params(params)
         found.pop("alias", None)
+        # PostgreSQL raises an error for a NUL in a query's parameter.
+        if any("\0" in value for values in found.values() for value in values):
+            raise IncorrectLookupParameters
         return found
 
 
-def _sources() -> tuple[dict[str, Backend], list[tuple[str, str]]]:
-    """Return the aliases with pages of their own, and the others with reasons.
-
-    Aliases with the same database and prefix have the same rows. The first one stands
-    for them.
-    """
-    shown: dict[str, Backend] = {}
-    hidden = []
-    tables: dict[Any, str] = {}
-    for alias in dict.fromkeys([DEFAULT_ALIAS, *backends]):
-        try:
-            backend = backends[alias]
-        except ImproperlyConfigured:
-            hidden.append((alias, _("its settings have an error")))
-            continue
-        rows = isinstance(backend, DatabaseBackend)
-        table = (backend.database, backend.prefix) if rows else alias
-        if backend.unlisted and not rows:
-            hidden.append((alias, backend.unlisted))
-        elif (same := tables.setdefault(table, alias)) == alias:
-            shown[alias] = backend
-        else:
-            hidden.append((alias, _("has the same rows as %s") % same))
-    return shown, hidden
-
-
 class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
-    """An admin whose rows change only when locks are used.
-
-    Each request has a copy of the admin, for the alias that its address chooses.
-    """
+    """An admin whose rows change only when locks are used."""
 
     empty_value_display = "-"
-    change_list_template = "admin/dlocks/resourcelock/change_list.html"
-    alias = DEFAULT_ALIAS
 
     class Media:
         css = {"all": ["dlocks/admin.css"]}
@@ -77,113 +139,19 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     def has_delete_permission(self, request: HttpRequest, obj: Any = None) -> bool:
         return False
 
-    def backend(self) -> DatabaseBackend | None:
-        backend = backends[self.alias]
-        return backend if isinstance(backend, DatabaseBackend) else None
-
-    def chosen(self, request: HttpRequest, *, live: bool = False) -> Self:
-        """Return the admin of the alias in the address, or of the first alias.
-
-        Only the live page shows an alias without rows.
-        """
-        # Django keeps the parameters of a list in this one.
-        kept = QueryDict(request.GET.get("_changelist_filters", ""))
-        alias = request.GET.get("alias", kept.get("alias"))
-        shown = [
-            name
-            for name, backend in _sources()[0].items()
-            if live or isinstance(backend, DatabaseBackend)
-        ]
-        chosen = copy.copy(self)
-        chosen.alias = alias if alias in shown else next(iter(shown), DEFAULT_ALIAS)
-        if not live:
-            chosen._find_kept(request)
-        return chosen
-
-    def _find_kept(self, request: HttpRequest) -> None:
-        """Load the expired leases that transactions keep, for all querysets."""
-
-    @property
-    def query(self) -> dict[str, str]:
-        """Return the parameters of the address that choose the alias."""
-        return {} if self.alias == DEFAULT_ALIAS else {"alias": self.alias}
-
-    @property
-    def alias_context(self) -> dict[str, Any]:
-        shown, hidden = _sources()
-        return {
-            "alias": self.query.get("alias"),
-            "alias_query": f"?{urlencode(self.query)}" if self.query else "",
-            "aliases": [
-                {
-                    "name": alias,
-                    "query": urlencode({"alias": alias}),
-                    "is_current": alias == self.alias,
-                    "database": backend.database,
-                    "prefix": backend.prefix,
-                }
-                for alias, backend in shown.items()
-            ],
-            "hidden_aliases": hidden,
-        }
-
-    def page(self, request: HttpRequest, name: str, **context: Any) -> TemplateResponse:
-        """Return a page from the template with this name."""
-        request.current_app = self.admin_site.name
-        context = {
-            **self.admin_site.each_context(request),
-            "subtitle": None,
-            "opts": self.opts,
-            "media": self.media,
-            **self.alias_context,
-            **context,
-        }
-        template = f"admin/dlocks/resourcelock/{name}.html"
-        return TemplateResponse(request, template, context)
-
-    def rows_of_alias(self, rows: Any) -> Any:
-        """Return the rows in the database and under the prefix of the alias."""
-        if (backend := self.backend()) is None:
-            return rows
-        return rows.using(backend.database).filter(under(backend.prefix))
-
     def get_search_fields(self, request: HttpRequest) -> Any:
         # The results of a search must not reveal a hidden holder.
         return self.search_fields if shows_holder() else ("key_resource",)
 
-    def changelist_view(
-        self, request: HttpRequest, *args: Any, **kwargs: Any
-    ) -> HttpResponse:
-        chosen = self.chosen(request)
-        return super(ReadOnlyAdmin, chosen).changelist_view(
-            request, chosen.alias_context
-        )
+    def get_changelist(self, request: HttpRequest, **kwargs: Any) -> Any:
+        return AliasChangeList
 
-    def changeform_view(
-        self, request: HttpRequest, *args: Any, **kwargs: Any
-    ) -> HttpResponse:
-        chosen = self.chosen(request)
-        return super(ReadOnlyAdmin, chosen).changeform_view(request, *args, **kwargs)
-
-    def history_view(
-        self, request: HttpRequest, *args: Any, **kwargs: Any
-    ) -> HttpResponse:
-        chosen = self.chosen(request)
-        return super(ReadOnlyAdmin, chosen).history_view(request, *args, **kwargs)
+    def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> Any:
+        context = {**Source.of(request).context, **(extra_context or {})}
+        return super().changelist_view(request, context)
 
     def render_change_form(
         self, request: HttpRequest, context: Any, *args: Any, **kwargs: Any
     ) -> HttpResponse:
-        context |= self.alias_context
+        context |= Source.of(request).context
         return super().render_change_form(request, context, *args, **kwargs)
-
-    def get_changelist(self, request: HttpRequest, **kwargs: Any) -> Any:
-        return AliasChangeList
-
-    def get_object(
-        self, request: HttpRequest, object_id: str, from_field: str | None = None
-    ) -> Any:
-        # PostgreSQL raises an error for a NUL in a query's parameter.
-        if "\0" in object_id:
-            return None
-        return super().get_object(request, object_id, from_field)

@@ -7,12 +7,12 @@ from typing import Any
 from django.contrib import admin
 from django.http import HttpRequest
 from django.utils.html import format_html
+from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
-from dlocks.admin.base import ReadOnlyAdmin
-from dlocks.admin.columns import key_html, time_html, who_html
+from dlocks.admin.base import ReadOnlyAdmin, Source
+from dlocks.admin.cells import key_html, labelled, time_html, who_html
 from dlocks.models import HoldRecord
-from dlocks.operations import name_of
 from dlocks.text import shown_duration
 
 
@@ -66,7 +66,7 @@ class HoldRecordAdmin(ReadOnlyAdmin):
         return lookup in {"ending__exact", EndedFilter.parameter_name}
 
     def get_queryset(self, request: HttpRequest) -> Any:
-        return self.rows_of_alias(HoldRecord.objects.all()).with_times()
+        return Source.of(request).select(HoldRecord.objects.all()).with_times()
 
     @admin.display(description=gettext_lazy("key"), ordering="key_resource")
     def key(self, record: Any) -> str:
@@ -81,8 +81,8 @@ class HoldRecordAdmin(ReadOnlyAdmin):
         )
 
     @admin.display(description=gettext_lazy("holder"))
-    def who(self, record: Any) -> str:
-        return who_html(name_of(record), record)
+    def who(self, record: Any) -> Any:
+        return labelled(_("holder"), who_html(record))
 
     @admin.display(description=gettext_lazy("acquired"))
     def began(self, record: Any) -> str:
@@ -90,16 +90,18 @@ class HoldRecordAdmin(ReadOnlyAdmin):
         return time_html(record.begin_time, ago)
 
     @admin.display(description=gettext_lazy("ended"), ordering="end_time")
-    def ended(self, record: Any) -> str:
-        return time_html(record.end_time, record.seconds_ago)
+    def ended(self, record: Any) -> Any:
+        return labelled(_("ended"), time_html(record.end_time, record.seconds_ago))
 
     @admin.display(description=gettext_lazy("held for"), ordering="held")
-    def held(self, record: Any) -> str:
-        return shown_duration(max(0.0, record.held.total_seconds()))
+    def held(self, record: Any) -> Any:
+        held = shown_duration(max(0.0, record.held.total_seconds()))
+        return labelled(_("held for"), held)
 
     @admin.display(description=gettext_lazy("waited"), ordering="waited")
-    def wait(self, record: Any) -> str | None:
-        return shown_duration(record.waited) if record.waited else None
+    def wait(self, record: Any) -> Any:
+        waited = shown_duration(record.waited) if record.waited else ""
+        return labelled(_("waited"), waited)
 
     @admin.display(description=gettext_lazy("token"))
     def number(self, record: Any) -> str:

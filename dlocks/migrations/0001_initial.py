@@ -105,7 +105,6 @@ class Migration(migrations.Migration):
                         "force_release_resourcelock",
                         "Can force the release of a held lock",
                     ),
-                    ("purge_resourcelock", "Can delete the rows of unused keys"),
                 ),
                 "default_permissions": ("view",),
             },
@@ -259,19 +258,6 @@ class Migration(migrations.Migration):
                     )
                 ],
             },
-        ),
-        migrations.CreateModel(
-            name="ControlRoom",
-            fields=[],
-            options={
-                "verbose_name": "control room",
-                "verbose_name_plural": "control room",
-                "proxy": True,
-                "default_permissions": (),
-                "indexes": [],
-                "constraints": [],
-            },
-            bases=("dlocks.resourcelock",),
         ),
         migrations.RunPython(
             set_storage, migrations.RunPython.noop, atomic=False, elidable=False

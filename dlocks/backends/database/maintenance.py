@@ -116,22 +116,6 @@ class Maintenance(KeyQueue):
         sql = f"SELECT id, owner FROM {{claims}} WHERE {KEY} AND {where}"
         return self._end(step, sql, parameters)
 
-    def purge_one(self, key: str, version: int, idle_for: float) -> bool:
-        """Delete the row of one key as ``purge()`` would.
-
-        Return False if ``version`` is no longer current, if the row is in use, or if it
-        is locked by a transaction.
-        """
-        sql = self._sql(
-            self.dialect.delete, f"{KEY} AND version = %(version)s AND {UNUSED}"
-        )
-        parameters = {
-            "key": key,
-            "version": version,
-            "idle": -round(idle_for * MICROSECONDS),
-        }
-        return self._count(sql, parameters) == 1
-
     def tidy(self, key: str) -> tuple[int, int]:
         """Delete the ended shared holds and the dead claims of a key.
 

@@ -31,17 +31,20 @@
         renewChildren(old, fresh);
     };
 
+    // Django's rows have no id. The one of their key identifies them.
+    const idOf = (child) => child.id || (child.nodeName === "TR" && child.querySelector("[id^=lock-]")?.id);
+
     const renewChildren = (old, fresh) => {
-        const stay = new Set([...fresh.children].map((child) => child.id));
+        const stay = new Set([...fresh.children].map(idOf));
         for (const child of [...old.children]) {
-            if (child.id && !stay.has(child.id)) {
+            if (idOf(child) && !stay.has(idOf(child))) {
                 child.remove();
             }
         }
-        const known = new Map([...old.children].filter((child) => child.id).map((child) => [child.id, child]));
+        const known = new Map([...old.children].filter(idOf).map((child) => [idOf(child), child]));
         let at = old.firstChild;
         for (const child of [...fresh.childNodes]) {
-            const mine = child.id ? known.get(child.id) : at && !at.id && at.nodeName === child.nodeName ? at : null;
+            const mine = idOf(child) ? known.get(idOf(child)) : at && !idOf(at) && at.nodeName === child.nodeName ? at : null;
             if (mine === at && mine) {
                 at = at.nextSibling;
             } else {
@@ -58,12 +61,30 @@
         }
     };
 
+    // Let Django's script for actions see the rows that appear later.
+    const selectable = {
+        get length() { return [...this].length; },
+        forEach(act) { [...this].forEach(act); },
+        [Symbol.iterator]: () => room.querySelectorAll("tr input.action-select").values(),
+    };
+    const bodies = new WeakSet();
+    const prepareActions = () => {
+        const body = room.querySelector("#result_list tbody");
+        if (body && window.Actions && document.getElementById("action-toggle") && !bodies.has(body)) {
+            bodies.add(body);
+            window.Actions(selectable);
+        }
+    };
+    document.addEventListener("DOMContentLoaded", prepareActions);
+    const isSelecting = () => room.querySelector("#result_list :checked");
+
     const show = (section, text) => {
         const inside = section.contains(document.activeElement) ? document.activeElement : null;
         // The content of a template element is inert: it loads and runs nothing.
         const fresh = document.createElement("template");
         fresh.innerHTML = text;
         renewChildren(section, fresh.content);
+        prepareActions();
         if (inside && document.activeElement !== inside) {
             // The focused element was moved or removed. If it is gone, focus the part, so that Tab continues there.
             (document.getElementById(inside.id) || section).focus({preventScroll: true});
@@ -82,6 +103,10 @@
         if (part.busy) {
             return;
         }
+        if (isSelecting()) {
+            later(part, part.section.dataset.every * 1000);
+            return;
+        }
         clearTimeout(part.timer);
         part.busy = true;
         const began = performance.now();
@@ -92,7 +117,10 @@
             } else if (!response.ok) {
                 throw new Error(response.statusText);
             } else {
-                show(part.section, await response.text());
+                const text = await response.text();
+                if (!isSelecting()) {
+                    show(part.section, text);
+                }
                 report();
             }
         } catch {

@@ -1,9 +1,9 @@
 """The addresses and actions of the admin, and keys that are hard to show."""
 
 LIST = "/admin/dlocks/resourcelock/"
-LIVE = f"{LIST}live/"
+END = f"{LIST}end/"
 RECORDS = "/admin/dlocks/holdrecord/"
-CLEAR, FORCE, PURGE = "clear_stale_locks", "force_release", "delete_unused_rows"
+CLEAR, FORCE = "clear_stale_locks", "force_release"
 HOSTILE = "<img src=x onerror=alert(1)>\"'><script>alert(2)</script>"
 ODD_KEYS = [
     "<script>alert(1)</script>", "'; DROP TABLE dlocks_resourcelock; --",

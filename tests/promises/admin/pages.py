@@ -12,7 +12,7 @@ from django.test import Client
 from django.urls import reverse
 
 from tests import rows
-from tests.promises.admin.names import LIST
+from tests.promises.admin.names import END, LIST
 
 
 def detail(key: str, page: str = "change") -> str:
@@ -46,9 +46,7 @@ def to_form(key: str) -> str:
 
 
 def act(client, action, *keys, query="", **data):
-    """Run an admin action on the keys as a browser would; return the page."""
-    if "version" in data:
-        data.setdefault("reason", "tests")
+    """Run an action of the list on the keys as a browser would; return the page."""
     form = {"action": action, "_selected_action": list(map(to_form, keys)), **data}
     return page(client.post(LIST + query, form, follow=True))
 
@@ -57,6 +55,8 @@ def fields(text: str) -> dict[str, list[str]]:
     """Return the form of a confirmation page as a browser would send it."""
     sent: dict[str, list[str]] = {}
     hidden = r'<input type="hidden" name="([^"]+)" value="([^"]*)"'
+    if 'id="content"' in text:
+        text = text[text.index('id="content"') :]
     for name, value in re.findall(hidden, text):
         # A browser sends each line break as CR LF.
         value = re.sub("\r\n|\r|\n", "\r\n", html.unescape(value))
@@ -66,10 +66,16 @@ def fields(text: str) -> dict[str, list[str]]:
     return sent
 
 
-def forms(text: str, part: str) -> list[dict[str, list[str]]]:
-    """Return the forms of a page with a part in them."""
-    found = re.findall(r"<form.*?</form>", text, re.DOTALL)
-    return [fields(form) for form in found if part in form]
+def buttons(text: str, name: str = "") -> list[dict[str, str]]:
+    """Return the fields that the buttons beside holds send."""
+    button = r'<button [^>]*form="dlocks-end" name="(\w+)" value="([^"]*)"'
+    found = re.findall(button, text)
+    return [{of: html.unescape(value)} for of, value in found if name in of]
+
+
+def end(client: Client, form: dict, query: str = "") -> str:
+    """Send the form of a button or of a confirmation; return the page that follows."""
+    return page(client.post(END + query, form, follow=True))
 
 
 def told(text: str) -> str:
@@ -80,7 +86,7 @@ def told(text: str) -> str:
 
 def confirm(client: Client, form: dict) -> str:
     """Send the form of a confirmation page, and return the messages that follow."""
-    return told(page(client.post(LIST, form, follow=True)))
+    return told(end(client, form))
 
 
 def actions(text: str) -> set[str]:

@@ -1,4 +1,4 @@
-"""The actions of the admin: clear stale locks, force releases, delete rows."""
+"""The actions of the admin: clear stale locks, and force releases."""
 
 from __future__ import annotations
 
@@ -7,21 +7,20 @@ import re
 import pytest
 from django.contrib.admin.models import LogEntry
 from django.db import connection
-from django.utils import timezone
 
 from dlocks import LockBackendError, LockLost, db_lock, db_semaphore
 from dlocks.models import LockClaim, ResourceLock
 from tests import jobs, rows
-from tests.promises.admin.names import CLEAR, FORCE, LIST, PURGE
+from tests.promises.admin.names import CLEAR, END, FORCE, LIST
 from tests.promises.admin.pages import (
     act,
+    buttons,
     confirm,
     detail,
+    end,
     fields,
-    forms,
     log,
     page,
-    person,
     told,
 )
 from tests.promises.interposed import before_clear
@@ -43,40 +42,44 @@ def tokens():
 # Clear stale locks.
 
 
-def test_the_page_of_a_lock_clears_only_the_hold_it_showed(clearer):
-    """The page of a stale lock has a button that clears it, but no later stale hold."""
+@pytest.mark.parametrize("address", [LIST, detail("a")], ids=["list", "key"])
+def test_the_button_clears_only_the_hold_it_was_beside(clearer, address):
+    """A stale hold has a button that clears it, but no later stale hold."""
+    rows.held("b")
     rows.free("a")
-    assert CLEAR not in page(clearer.get(detail("a")))
-    ResourceLock.objects.all().delete()
+    assert buttons(page(clearer.get(address))) == []
+    ResourceLock.objects.filter(pk="a").delete()
     rows.stale("a", version=1000)
-    (form,) = forms(page(clearer.get(detail("a"))), CLEAR)
-    assert len(form["shown"]) == 1
-    ResourceLock.objects.all().delete()
+    (button,) = buttons(page(clearer.get(address)))
+    ResourceLock.objects.filter(pk="a").delete()
     rows.stale("a", version=2000)
-    assert "no longer stale" in confirm(clearer, form)
+    assert "acquired by another holder" in told(end(clearer, button))
     assert rows.now("a").status == rows.P
-    (form,) = forms(page(clearer.get(detail("a"))), CLEAR)
-    assert "1 stale lock was cleared: a" in confirm(clearer, form)
+    (button,) = buttons(page(clearer.get(address)))
+    response = clearer.post(END, {**button, "back": address})
+    assert (response.status_code, response.url) == (302, address)
+    assert "1 stale lock was cleared: a" in told(page(clearer.get(address)))
     assert rows.now("a").status == rows.F
     rows.stale_share("a", 1001)
-    (form,) = forms(page(clearer.get(detail("a"))), CLEAR)
-    assert "1 stale lock was cleared: a" in confirm(clearer, form)
+    (button,) = buttons(page(clearer.get(address)))
+    assert "1 stale lock was cleared: a" in told(end(clearer, button))
     assert not LockClaim.objects.exists()
+    assert "(not stale): b" in told(end(clearer, {"clear": "lock 1000 b"}))
 
 
 @pytest.mark.driver
 def test_stale_locks_are_cleared_and_logged(clearer):
     """Stale locks become free; the message names them, the log names the user.
 
-    A held lock is never cleared, also with the fields of a confirmation form. The
-    message names it, and locks that are already free or no longer exist. A lock that
-    has left the filter since the list was shown is reported too.
+    A held lock is never cleared. The message names it, and locks that are already free
+    or no longer exist. A lock that has left the filter since the list was shown is
+    reported too.
     """
     for key in "abc":
         rows.stale(key)
     rows.held("alive")
     rows.free("free")
-    act(clearer, CLEAR, "alive", version="1000", post="yes")
+    act(clearer, CLEAR, "alive", force_release="lock 1000 alive", post="yes")
     keys = ("a", "b", "alive", "free", "gone", "nul\0")
     text = told(act(clearer, CLEAR, *keys, query="?state=stale"))
     for shown in (
@@ -164,7 +167,7 @@ def test_select_all_covers_only_the_filtered_locks(boss):
     every = {"select_across": "1"}
     for query, shown in (("?state=stale", ["s0", "s1"]), ("", ["h", "s0", "s1"])):
         text = act(boss, FORCE, "s0", query=query, **every)
-        assert fields(text)["_selected_action"] == shown
+        assert fields(text)["force_release"] == [f"lock 1000 {key}" for key in shown]
     text = told(act(boss, CLEAR, "h", **every))
     assert "2 stale locks were cleared: s0, s1" in text
     assert rows.now("h").version == 1000
@@ -222,8 +225,7 @@ def test_a_forced_release_needs_a_confirmation(releaser):
         "One selected lock is already free and is left out.",
     ):  # fmt: skip
         assert shown in text
-    assert fields(text)["version"] == ["1000", "1000"]
-    assert fields(text)["_selected_action"] == ["a", "b"]
+    assert fields(text)["force_release"] == ["lock 1000 a", "lock 1000 b"]
     assert [rows.now(key).version for key in "abc"] == [1000, 1000, 1000]
     assert not log()
 
@@ -254,36 +256,35 @@ def test_a_forged_confirmation_changes_nothing(releaser, viewer, clearer):
     rows.free("b")
     text = told(act(releaser, FORCE, "b", "gone", "\0"))
     assert "None of the selected locks is still held" in text
-    text = told(act(releaser, FORCE, "\0", version="1000"))
-    assert "the row no longer exists" in text
+
+    def force(client, *fields):
+        return client.post(END, {"force_release": fields, "reason": "tests"})
+
+    force(releaser, "lock 1000 \0")
     rows.shares("b", 1001)
-    invalid = [["x"], ["1000", "1000"], ["9" * 5000], [""]]
-    shared = ["share:x", "lock:1000", "share:", "x:1", "share:1:2"]
-    for key, version in [("a", one) for one in invalid] + [
-        ("b", one) for one in shared
-    ]:
-        text = told(act(releaser, FORCE, key, version=version))
-        assert "Nothing was changed" in text, version
-    wrong = ["-1", "0", "999", "9" * 40, "claim:1001", "claim:-1", "share:1000"]
-    wrong.append("share:" + "9" * 40)
-    for version in wrong:
-        rows.held(version)
-        rows.shares(version, 1002)
-    rows.free("1000")
-    rows.shares("1000", 1002)
-    guesses = [*wrong, "1000"]
-    act(releaser, FORCE, *guesses, version=guesses)
+    for wrong in ("x", f"lock {'9' * 5000} a", "lock  a", "share x b", "x 1 b"):
+        response = force(releaser, "lock 1000 a", wrong)
+        assert "Nothing was changed" in told(page(releaser.get(response.url)))
+    wrong = ["lock -1", "lock 0", "lock 999", "claim 1001", "claim -1", "share 1000"]
+    wrong += [f"{kind} {'9' * 40}" for kind in ("lock", "share")]
+    for number, target in enumerate(wrong):
+        rows.held(f"held {number}")
+        rows.shares(f"held {number}", 1002)
+        force(releaser, f"{target} held {number}")
+    rows.free("shared")
+    rows.shares("shared", 1002)
+    force(releaser, "lock 1000 shared")
     for client in (viewer, clearer):
-        assert not forms(page(client.get(detail("b"))), 'name="only"')
-        for name in ("version", "only"):
-            act(client, FORCE, "b", **{name: "share:1001"})
+        assert not buttons(page(client.get(detail("b"))))
+        assert force(client, "share 1001 b").status_code == 403
+        confirmation = client.post(END, {"force_release": "share 1001 b"})
+        assert confirmation.status_code == 403
     assert {lock.version for lock in ResourceLock.objects.all()} == {1000}
-    assert tokens() == [1001] + [1002] * len(guesses)
+    assert tokens() == [1001] + [1002] * (len(wrong) + 1)
     assert not log()
-    for version in ("9" * 40, "-1", "share:" + "9" * 40, "claim:0"):
-        form = {"_selected_action": ["a", "gone", "\0"], "version": [version] * 3}
-        text = page(releaser.post(LIST, {"action": FORCE, **form}))
-        assert text.count("changed in the meantime") == 3, version
+    asked = [f"lock 999 {key}" for key in ("a", "gone", "\0")]
+    text = page(releaser.post(END, {"force_release": asked}))
+    assert text.count("changed in the meantime") == 3
 
 
 @pytest.mark.driver
@@ -322,8 +323,8 @@ def test_a_confirmed_release_frees_the_locks_and_is_logged(releaser):
 
 
 @pytest.mark.driver
-def test_one_shared_hold_or_dead_claim_can_be_ended(releaser):
-    """The button requires a confirmation and ends one shared hold.
+def test_one_shared_hold_or_dead_claim_can_be_ended(releaser, clearer):
+    """The button of a shared hold requires a confirmation, and ends that hold.
 
     The log names the user. The button next to a claim without a heartbeat removes the
     claim. A live claim has no button and stays.
@@ -332,8 +333,8 @@ def test_one_shared_hold_or_dead_claim_can_be_ended(releaser):
     rows.free(key)
     rows.shares(key, 1001, holder="web-1:1:t")
     rows.shares(key, 1002)
-    first, _ = forms(page(releaser.get(detail(key))), 'name="only"')
-    text = page(releaser.post(LIST, first))
+    first, _ = buttons(page(releaser.get(detail(key))))
+    text = page(releaser.post(END, first))
     for shown in (
         "web-1:1:t",
         "is not stopped",
@@ -342,7 +343,7 @@ def test_one_shared_hold_or_dead_claim_can_be_ended(releaser):
         assert shown in text
     assert tokens() == [1001, 1002]
     form = fields(text)
-    assert form["version"] == ["share:1001"]
+    assert form["force_release"] == ["share 1001 cat%0Aalogue"]
     assert "The release of 1 lock was forced" in confirm(releaser, form)
     assert tokens() == [1002]
     who = "held by web-1:1:t (198.51.100.8) for "
@@ -353,15 +354,14 @@ def test_one_shared_hold_or_dead_claim_can_be_ended(releaser):
     rows.held("busy")
     live = rows.waits("busy")
     dead = rows.dead("busy", holder="web-9:1:t")
-    found = forms(page(releaser.get(detail("busy"))), 'name="only"')
-    (button,) = [form for form in found if form["only"] != ["1000"]]
-    form = fields(page(releaser.post(LIST, button)))
-    assert form["version"] == [f"claim:{dead.pk}"]
-    confirm(releaser, form)
+    (button,) = buttons(page(clearer.get(detail("busy"))))
+    assert button == {"clear": f"claim {dead.pk} busy"}
+    confirm(releaser, {"force_release": button["clear"], "reason": "tests"})
+    assert "1 dead claim was removed" in told(end(clearer, button))
     assert LockClaim.objects.get(key_resource="busy") == live
     said = "Removed a dead claim from the queue: web-9:1:t (198.51.100.8), waiting for "
     assert log()[1][2].startswith(said)
-    text = told(act(releaser, FORCE, "busy", version=f"claim:{live.pk}"))
+    text = told(end(clearer, {"clear": f"claim {live.pk} busy"}))
     assert "its heartbeat has resumed" in text
     assert counters("busy") == (1, 0)
 
@@ -373,7 +373,8 @@ def test_a_selected_shared_key_is_force_released_completely(releaser):
         rows.shares("catalogue", token)
     rows.held("stock:7")
     form = fields(act(releaser, FORCE, "catalogue", "stock:7"))
-    assert form["version"] == ["share:1001", "share:1002", "1000"]
+    shares = [f"share {token} catalogue" for token in (1001, 1002)]
+    assert form["force_release"] == [*shares, "lock 1000 stock:7"]
     rows.shares("catalogue", 1003)
     confirm(releaser, form)
     assert tokens() == [1003]
@@ -392,16 +393,17 @@ def test_a_forced_release_admits_the_first_waiter(using, releaser, workers, unti
     (waiter,) = workers(1)
     policy = {"using": using, "renew": False, "ttl": 600}
     for lock, name, kind in (
-        (db_lock("stock:7", **policy), "stock:7", ""),
-        (db_semaphore("api", permits=1, **policy), ("api", 1), "share:"),
+        (db_lock("stock:7", **policy), "stock:7", "lock"),
+        (db_semaphore("api", permits=1, **policy), ("api", 1), "share"),
     ):
         mine = lock.acquire()
         waiter.start(jobs.hold, name, using=using, timeout=60)
         until(lambda mine=mine: mine.queue_length() == 1)
         logged = len(log())
-        act(releaser, FORCE, lock.key, version=f"{kind}{mine.token}")
+        target = f"{kind} {mine.token} {lock.key}"
+        confirm(releaser, {"force_release": target, "reason": "tests"})
         assert waiter.hear(10) > mine.token
-        assert (counters(lock.key), len(log())) == ((0, bool(kind)), logged + 1)
+        assert (counters(lock.key), len(log())) == ((0, kind == "share"), logged + 1)
         with pytest.raises(LockLost):
             mine.release()
         waiter.tell()
@@ -411,7 +413,7 @@ def test_a_forced_release_admits_the_first_waiter(using, releaser, workers, unti
 @pytest.mark.engine("postgresql", "mariadb")
 @pytest.mark.django_db(transaction=True)
 def test_a_removed_claim_admits_the_next_waiter(
-    doomed, workers, until, releaser, in_other_thread
+    doomed, workers, until, clearer, in_other_thread
 ):
     """The claim of a stopped process is removed.
 
@@ -426,7 +428,7 @@ def test_a_removed_claim_admits_the_next_waiter(
         first.stop()
         until(lambda: mine.queue_length() == 1)
         (dead,) = LockClaim.objects.by_clock().filter(state="dead")
-        in_other_thread(act, releaser, FORCE, "stock:7", version=f"claim:{dead.pk}")
+        in_other_thread(end, clearer, {"clear": f"claim {dead.pk} stock:7"})
         assert counters("stock:7") == (1, 0)
         first.resume()
         until(lambda: mine.queue_length() == 2)
@@ -437,75 +439,3 @@ def test_a_removed_claim_admits_the_next_waiter(
     second.tell()
     assert (first.hear(), second.hear()) == ("released", "released")
     until(lambda: counters("stock:7") == (0, 0))
-
-
-# Delete unused rows.
-
-
-@pytest.fixture
-def purger(transactional_db):
-    return person("purger", "view_resourcelock", "purge_resourcelock")
-
-
-@pytest.mark.storage
-@pytest.mark.django_db(transaction=True)
-def test_unused_rows_are_deleted_after_a_confirmation(purger, audited):
-    """Only rows that have been free for a day are deleted.
-
-    The deletion is in both logs. Any change since the page was shown counts, also with
-    a forged form. The next token of the key is larger.
-    """
-    changes = {
-        "version": {"version": 1001},
-        "taken": {"status": "P"},
-        "just used": {"end_time": timezone.now()},
-        "waited for": {},
-        "shared": {},
-        "a claim uncounted": {},
-    }
-    for key in changes:
-        rows.free(key)
-    rows.free("old", version=10**15)
-    rows.write("recent", rows.S, timezone.now())
-    rows.held("held")
-    rows.stale("stale")
-    chosen = [*changes, "old"]
-    text = act(purger, PURGE, *chosen, "recent", "held", "stale", "gone")
-    assert "4 selected locks are in use" in text
-    form = fields(text)
-    assert form["_selected_action"] == chosen
-    assert form["version"] == [*["1000"] * len(changes), str(10**15)]
-    rows.dead("waited for")
-    rows.shares("shared", 1001)
-    rows.dead("a claim uncounted")
-    changes["a claim uncounted"] = {"waiters": 0}
-    for change, written in changes.items():
-        if written:
-            ResourceLock.objects.filter(pk=change).update(**written)
-    text = confirm(purger, form)
-    assert "1 row was deleted: old" in text
-    assert "were left unchanged (" in text
-    left = set(ResourceLock.objects.values_list("pk", flat=True))
-    assert left == {*changes, "recent", "held", "stale"}
-    assert log() == [("purger", "old", "Deleted the row of the unused key.")]
-    (record,) = audited()
-    assert (record.audit_action, record.audit_reason) == ("purge", "unused")
-    assert "the row no longer exists" in confirm(purger, form)
-    # A key whose row was deleted is still the same key.
-    with db_lock("old") as hold:
-        assert hold.token > 10**15
-
-
-@pytest.mark.django_db(transaction=True)
-def test_a_forged_version_deletes_nothing(purger):
-    """A version in the future is not deleted even if it is right."""
-    rows.free("a")
-    for version in ("x", "", "share:1000", "claim:1", "9" * 40, "-1"):
-        act(purger, PURGE, "a", "\0", "gone", version=[version] * 3)
-        assert ResourceLock.objects.exists(), version
-    rows.free("b", version=2**62)
-    act(purger, PURGE, "b", version=str(2**62))
-    rows.held("c")
-    text = told(act(purger, PURGE, "c", "\0"))
-    assert "None of the selected keys has been unused" in text
-    assert ResourceLock.objects.count() == 3

@@ -10,11 +10,12 @@ import pytest
 
 from dlocks.models import LockClaim
 from tests import rows
-from tests.promises.admin.names import CLEAR, FORCE, LIST, LIVE, RECORDS
+from tests.promises.admin.names import END, FORCE, LIST, RECORDS
 from tests.promises.admin.pages import (
+    buttons,
     detail,
+    end,
     fields,
-    forms,
     page,
     person,
     text_of,
@@ -24,7 +25,7 @@ from tests.settings import PESSIMISTIC
 
 pytestmark = [pytest.mark.front, pytest.mark.django_db]
 
-PAGES = (LIST, LIVE, RECORDS)
+PAGES = (LIST, RECORDS)
 OTHER = "alias=b+%26+c"
 
 
@@ -57,12 +58,12 @@ def links(text: str) -> list[str]:
 def test_each_alias_with_a_list_is_offered_once(boss, settings):
     """Other aliases are named with the reason why they are not listed.
 
-    Only the control room shows locks that are not rows. A single alias needs no choice.
+    Only the list of locks has those that are not rows. A single alias needs no choice.
     """
     for address in PAGES:
         text = page(boss.get(address))
         offered = re.findall(r'href="([^"]*)\?alias=([^"]*)"', text)
-        assert offered == [("", "default"), ("", "b+%26+c"), (LIVE, "memory")]
+        assert offered == [("", "default"), ("", "b+%26+c"), (LIST, "memory")]
         for reason in (
             "same : has the same rows as default",
             "dummy : It grants every claim, so there are no locks.",
@@ -118,7 +119,11 @@ def test_every_link_of_a_page_keeps_the_alias(boss):
                 continue
             if link.startswith("?"):
                 link = here.partition("?")[0] + link
-            if not link.startswith("/admin/dlocks/") or link in (LIST, RECORDS):
+            if (
+                not link.startswith("/admin/dlocks/")
+                or link.startswith(END)
+                or link in (LIST, RECORDS)
+            ):
                 # Breadcrumbs lead to the first alias.
                 continue
             if "alias=default" not in link and "alias=memory" not in link:
@@ -148,43 +153,33 @@ def test_an_action_applies_to_the_chosen_alias(boss):
     """
     rows.held("a:1")
     rows.held("b:1")
-    address = f"{LIST}?{OTHER}"
+    address, query = f"{LIST}?{OTHER}", f"?{OTHER}"
     form = {"action": FORCE, "_selected_action": ["b:1"]}
     text = page(boss.post(address, form))
     assert "<strong>b &amp; c</strong>" in text
-    text = page(boss.post(address, fields(text), follow=True))
+    form = fields(text)
+    assert end(boss, form).count("left unchanged") == 1
+    text = end(boss, form, query)
     assert "The release of 1 lock was forced: b:1" in told(text)
-    assert keys(text) == {"b:1"}
+    assert "a:1" not in keys(text)
     assert rows.now("b:1").state == "free"
-    boss.post(LIST, {**form, "version": ["1000"], "reason": "tests"})
     rows.claim("a:1", rows.FUTURE, version=7)
-    for version in ("1000", "share:7"):
-        form = {"_selected_action": ["a:1"], "version": [version], "reason": "x"}
-        boss.post(address, {**form, "action": FORCE})
+    for target in ("lock 1000 a:1", "share 7 a:1"):
+        end(boss, {"force_release": target, "reason": "x"}, query)
     assert rows.now("a:1").version == 1000
     assert LockClaim.objects.count() == 1
 
 
 def test_the_pages_of_an_alias_act_on_its_locks(boss):
-    """The page of a lock clears the lock of its alias.
-
-    A release returns to the control room of the alias.
-    """
+    """The page of a key clears the lock of its alias, and is shown again."""
     rows.stale("b:1")
-    text = page(boss.get(f"{LIVE}?{OTHER}&key=b:1"))
+    text = page(boss.get(f"{LIST}?{OTHER}"))
     (address,) = {link for link in links(text) if "/change/" in link}
     text = page(boss.get(address))
     assert "<strong>b &amp; c</strong>" in text
-    (action,) = {link for link in links(text) if link.startswith(f"{LIST}?alias")}
-    (form,) = forms(text, CLEAR)
-    text = told(page(boss.post(action, form, follow=True)))
-    assert "1 stale lock was cleared: b:1" in text
-    rows.held("b:2")
-    live = f"{LIVE}?{OTHER}&page=1"
-    text = page(boss.get(live))
-    address = f"{LIST}?{OTHER}"
-    assert address in links(text)
-    (form,) = forms(text, FORCE)
-    text = page(boss.post(address, form))
-    assert live in links(text)
-    assert boss.post(address, fields(text)).url == live
+    assert f"{END}?{OTHER}" in links(text)
+    (button,) = buttons(text, "clear")
+    form = {**fields(text), **button}
+    response = boss.post(f"{END}?{OTHER}", form)
+    assert (response.status_code, response.url) == (302, address)
+    assert "1 stale lock was cleared: b:1" in told(page(boss.get(address)))

@@ -1,4 +1,4 @@
-"""Every page of the admin and the shop in every state, at three widths, in both themes.
+"""Every page of the admin and the shop in every state, at four widths, in both themes.
 
 With DLOCKS_TEST_PICTURES, pictures of the pages are written to that directory.
 """
@@ -20,7 +20,7 @@ from dlocks.values import Claim
 from example_project.shop.models import Product
 from tests import rows
 from tests.models import Article, Comment
-from tests.promises.admin.names import LIST, LIVE, RECORDS
+from tests.promises.admin.names import LIST, RECORDS
 from tests.promises.admin.pages import detail, person
 from tests.promises.admin.test_control_room_browser import busy_hour
 
@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.engine("sqlite"), pytest.mark.pages]
 PICTURES = os.environ.get("DLOCKS_TEST_PICTURES")
 # Every page is checked at each width and in each theme. The themes differ only in their
 # colours, and the colours do not depend on the width.
-VIEWS = [("dark", 1280), ("light", 1024), ("light", 390)]
+VIEWS = [("dark", 1280), ("light", 1024), ("dark", 768), ("light", 390)]
 ALL = [(theme, width) for theme in ("light", "dark") for _, width in VIEWS]
 
 # The script of axe-core. Python has no other package with a recent one.
@@ -106,6 +106,25 @@ def free_key():
     rows.free("cache:warm-up")
 
 
+def resting_key():
+    rows.write("nightly", rows.S, rows.FUTURE, begin_time=datetime.now(UTC))
+
+
+def long_keys():
+    """Write keys that differ only at their ends, with holders and waiters."""
+    now = datetime.now(UTC)
+    for number in range(3):
+        key = f"tenant:{number}:" + "catalogue:report/" * 11 + str(number)
+        holder = (
+            f"worker-{number}.europe-west1.example.com:27630:ThreadPoolExecutor-0_1"
+        )
+        who = {"holder": holder, "owner_ip": "2001:db8:85a3::8a2e:370:7334"}
+        left = timedelta(seconds=20 - 15 * number)
+        rows.write(key, rows.P, now + left, begin_time=now - timedelta(days=3), **who)
+        for _ in range(2):
+            rows.waits(key, begin_time=now, **who)
+
+
 def stale_key():
     rows.stale("newsletter", begin_time=datetime.now(UTC))
 
@@ -114,26 +133,27 @@ def confirmation(page, settings):
     busy()
     rows.shares("catalogue", 104)
     page.goto(LIST)
-    page.get_by_role("checkbox").nth(0).check()
+    page.locator("#action-toggle").check()
     page.get_by_label("Action:").select_option(label="Force release")
     page.locator("[name=index]").click()
     page.get_by_label("Reason:").wait_for()
 
 
-def purge_confirmation(page, settings):
-    free_key()
+def confirmation_of_one(page, settings):
+    """Ask for the release of a long key, without a reason."""
+    rows.held("catalogue:" + "entry-" * 40, begin_time=datetime.now(UTC))
     page.goto(LIST)
-    page.get_by_role("checkbox").nth(1).check()
-    page.get_by_label("Action:").select_option("delete_unused_rows")
-    page.locator("[name=index]").click()
-    page.get_by_role("button", name="Delete").wait_for()
+    page.get_by_role("button", name="Force release").click()
+    page.get_by_label("Reason:").fill(" ")
+    page.get_by_role("button", name="Force release").click()
+    page.get_by_text("Enter a reason").wait_for()
 
 
-def removal_confirmation(page, settings):
-    shared_key()
-    page.goto(detail("catalogue"))
-    page.get_by_role("button", name="Remove from the queue").click()
-    page.get_by_label("Reason:").wait_for()
+def list_selecting(page, settings):
+    busy()
+    page.goto(LIST)
+    page.get_by_role("checkbox").nth(2).check()
+    page.get_by_text("is not refreshed").wait_for()
 
 
 def conflict_in_a_form(page, settings):
@@ -186,19 +206,19 @@ def room_listed(page, settings):
         "redis": {"BACKEND": f"{__name__}.Busy", "OPTIONS": {"prefix": "shop:"}},
         "off": {"BACKEND": dummy},
     }
-    page.goto(f"{LIVE}?alias=redis")
-    page.get_by_text("Aliases that are not listed").click()
+    page.goto(f"{LIST}?alias=redis")
+    page.get_by_text("Other aliases").click()
 
 
 def room_logged_out(page, settings):
-    page.goto(LIVE)
+    page.goto(LIST)
     page.context.clear_cookies()
     page.get_by_role("link", name="Refresh").click()
     page.get_by_role("link", name="Log in").wait_for()
 
 
 def room_server_away(page, settings):
-    page.goto(LIVE)
+    page.goto(LIST)
     page.evaluate("() => { window.fetch = () => Promise.reject(new Error()); }")
     page.get_by_role("link", name="Refresh").click()
     page.get_by_text("the server does not respond").wait_for()
@@ -215,32 +235,36 @@ def record(page, settings):
 STATES = {
     "locks": {
         "list empty": at(LIST),
-        "list busy": at(LIST, busy, free_key),
-        "lock held": at(detail("report:monthly"), busy),
-        "lock stale": at(detail("newsletter"), busy),
-        "lock free": at(detail("cache:warm-up"), free_key),
-        "lock shared": at(detail("catalogue"), shared_key),
+        "list quiet hour": at(LIST, history=True),
+        "list busy": at(LIST, busy, history=True),
+        "list long keys": at(LIST, long_keys),
+        "list shared": at(LIST, shared_key, stale_key),
+        "list free": at(f"{LIST}?state=free", free_key),
+        "list nothing found": at(f"{LIST}?q=x", free_key),
+        "list selecting": list_selecting,
+    },
+    "keys": {
+        "key held": at(detail("report:monthly"), busy, history=True),
+        "key stale": at(detail("newsletter"), busy),
+        "key free": at(detail("cache:warm-up"), free_key),
+        "key shared": at(detail("catalogue"), shared_key),
+        "key resting": at(detail("nightly"), resting_key),
+        "confirmation": confirmation,
+        "confirmation of one": confirmation_of_one,
     },
     "forms": {
-        "confirmation": confirmation,
-        "purge confirmation": purge_confirmation,
-        "removal confirmation": removal_confirmation,
         "index": at("/admin/"),
+        "history": at(detail("a", "history")),
         "conflict in a form": conflict_in_a_form,
         "conflict in a list": conflict_in_a_list,
         "shop": at("/shop/", lambda: Product.objects.create(name="Lamp", stock=3)),
         "shop flash sale": at("/shop/flash-sale/"),
         "busy view": busy_view,
     },
-    "room": {
-        "room empty": at(LIVE),
-        "room quiet hour": at(LIVE, history=True),
-        "room busy": at(LIVE, busy, history=True),
-        "room key": at(f"{LIVE}?key=report:monthly", busy, history=True),
-        "room listed": room_listed,
-        "room shared": at(LIVE, shared_key, stale_key),
-        "room server away": room_server_away,
-        "room logged out": room_logged_out,
+    "troubles": {
+        "list of another backend": room_listed,
+        "server away": room_server_away,
+        "logged out": room_logged_out,
     },
     "records": {
         "records empty": at(RECORDS),
@@ -253,22 +277,17 @@ STATES = {
 PARTS = {
     "conflict in a form": ".dlocks-conflict",
     "conflict in a list": ".dlocks-conflict",
-    "room logged out": "#dlocks-trouble",
-    "room server away": "#dlocks-trouble",
+    "logged out": "#dlocks-trouble",
+    "server away": "#dlocks-trouble",
 }
 # States with all elements of their page. Their colours are checked in both themes, and
 # they are checked at all widths. The elements of the others are in one of these too.
-COMPLETE = {"list busy", "lock shared", "confirmation", "index", "conflict in a form"}
-COMPLETE |= {"shop", "shop flash sale", "busy view", "room busy", "room listed"}
-COMPLETE |= {
-    "room key",
-    "room server away",
-    "room logged out",
-    "records busy",
-    "record",
-}
+COMPLETE = {"list busy", "list long keys", "list shared", "key held", "key shared"}
+COMPLETE |= {"confirmation", "index", "conflict in a form", "shop", "shop flash sale"}
+COMPLETE |= {"busy view", "list of another backend", "server away", "logged out"}
+COMPLETE |= {"records busy", "record"}
 # Pages that are checked with their header and sidebar, which the others have too.
-WHOLE = {"list busy", "index", "shop", "shop flash sale", "busy view", "room busy"}
+WHOLE = {"list busy", "index", "shop", "shop flash sale", "busy view", "key held"}
 
 
 @pytest.mark.parametrize("states", STATES.values(), ids=STATES)
@@ -289,7 +308,7 @@ def test_pages_fit_and_have_no_barriers(browser, boss, settings, states):
         page.add_script_tag(url="/static/axe.min.js")
         part, is_complete = PARTS.get(title, "#content"), title in COMPLETE
         rules = {1280: {}, 390: PHONE} if is_complete else {1280: OTHERS}
-        views = VIEWS if is_complete else VIEWS[::2]
+        views = VIEWS if is_complete else VIEWS[::3]
         for theme, width in ALL if PICTURES else views:
             page.emulate_media(color_scheme=theme)
             page.set_viewport_size({"width": width, "height": 800})

@@ -15,8 +15,8 @@ from dlocks import LockError, LockLost, LockStale, LockTimeout, db_lock
 from dlocks.testing import lose
 from tests import rows
 from tests.for_each import for_each
-from tests.promises.admin.names import CLEAR, FORCE, LIST, LIVE, PURGE
-from tests.promises.admin.pages import act, detail, fields, log, page
+from tests.promises.admin.names import CLEAR, END, FORCE, LIST
+from tests.promises.admin.pages import act, detail, end, fields, log, page
 from tests.promises.commands.running import run
 
 pytestmark = [pytest.mark.front, pytest.mark.django_db]
@@ -51,17 +51,16 @@ def every_page(client) -> dict[str, str]:
     rows.waits("waited for", **WHO)
     dead = rows.dead("waited for", **WHO)
     rows.ended("held", **WHO)
-    places = (LIST, LIVE, f"{LIVE}?part=now", f"{LIVE}?part=past")
+    places = (LIST, f"{LIST}?part=now", f"{LIST}?part=past", f"{LIST}?state=free")
     pages = {address: page(client.get(address)) for address in places}
     for key in ("held", "stale", "free", "shared", "waited for"):
         pages[key] = page(client.get(detail(key)))
-        pages[f"room of {key}"] = page(client.get(LIVE, {"key": key}))
-    pages["purge"] = act(client, PURGE, "free")
+        pages[f"past of {key}"] = page(client.get(detail(key), {"part": "past"}))
     pages["clear"] = act(client, CLEAR, "stale", "held too", "shared")
     asked = pages["confirm"] = act(client, FORCE, "held", "held too", "shared too")
-    pages["without a reason"] = page(client.post(LIST, {**fields(asked), "reason": ""}))
-    pages["released"] = page(client.post(LIST, fields(asked), follow=True))
-    pages["taken out"] = act(client, FORCE, "waited for", version=f"claim:{dead.pk}")
+    pages["without a reason"] = page(client.post(END, {**fields(asked), "reason": ""}))
+    pages["released"] = end(client, fields(asked))
+    pages["taken out"] = end(client, {"clear": f"claim {dead.pk} waited for"})
     for key in ("held", "stale", "waited for", "shared"):
         pages[f"history of {key}"] = page(client.get(detail(key, "history")))
     pages["index"] = page(client.get("/admin/"))
@@ -92,8 +91,8 @@ def test_holders_are_shown_by_default(boss):
     """This proves that the previous test checks the right places."""
     pages = every_page(boss)
     without = {name for name, text in pages.items() if not topology(text)}
-    known = {"shared", "room of stale", "room of free", "room of shared", "index"}
-    known |= {"purge", "clear", "released", "taken out", "history of shared"}
+    known = {"past of stale", "past of free", "past of shared", "past of waited for"}
+    known |= {"index", "clear", "released", "taken out", "history of shared"}
     assert without <= known
     assert len(topology(str(log()))) == 4
 
@@ -104,10 +103,10 @@ def test_hidden_holders_cannot_be_searched_or_sorted(boss):
     rows.held("a", holder="z" + HOLDER, owner_ip=ADDRESS)
     rows.held("b", holder="a" + HOLDER, owner_ip=ADDRESS)
     for words in (HOST, ADDRESS, "Qx7"):
-        assert "0 results" in page(boss.get(LIST, {"q": words}))
-    for order in ("3", "-3"):
-        text = page(boss.get(LIST, {"o": order}))
-        assert text.index(">a</bdi>") < text.index(">b</bdi>")
+        assert "No lock matches" in page(boss.get(LIST, {"q": words}))
+    first, last = (page(boss.get(LIST, {"o": order})) for order in ("3", "-3"))
+    for text in (first, last):
+        assert text.index(">b</bdi>") < text.index(">a</bdi>")
 
 
 def test_a_holder_has_one_hash_per_secret(boss, settings):

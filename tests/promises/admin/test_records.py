@@ -10,7 +10,8 @@ from django.urls import reverse
 
 from dlocks.models import HoldRecord
 from tests import rows
-from tests.promises.admin.names import HOSTILE, LIVE, ODD_KEYS, RECORDS
+from tests.promises.admin.names import HOSTILE, LIST, ODD_KEYS, RECORDS
+from tests.promises.admin.pages import detail as key_page
 from tests.promises.admin.pages import page, person, text_of
 
 pytestmark = [pytest.mark.front, pytest.mark.django_db]
@@ -58,7 +59,10 @@ def test_the_list_shows_the_last_holds_first(reader, settings):
     text = page(reader.get(RECORDS, {"ended": "nonsense"}))
     assert keys(text) == ["new", "lost", "old"]
     who = "web-1:4711:MainThread 192.0.2.7"
-    assert re.search(rf"lost lost {who} 2 hours ago 90 s 3.5 s ", text_of(text))
+    assert re.search(
+        rf"lost lost Holder {who} Ended 2 hours ago Held for 90 s Waited 3.5 s ",
+        text_of(text),
+    )
     for query, shown in (
         ({"ending__exact": "L"}, ["lost"]),
         ({"ended": "3600"}, ["new"]),
@@ -77,7 +81,7 @@ def test_the_list_shows_the_last_holds_first(reader, settings):
 def test_a_hidden_holder_stays_hidden(reader, settings):
     """It can neither be read, nor searched, nor guessed by a lookup or a sort."""
     record = rows.ended("a")
-    for show in ("hash", False):
+    for show in ("name", False):
         settings.DLOCKS_SHOW_HOLDER = show
         for address in (RECORDS, detail(record)):
             text = page(reader.get(address))
@@ -97,15 +101,21 @@ def test_odd_keys_and_holders_are_text(reader):
             assert markup not in text
 
 
-def test_the_control_room_links_to_the_records(reader, viewer, historian, settings):
+def test_the_page_of_a_key_links_to_its_records(reader, viewer, historian, settings):
     """Users who may not view the records do not get the link."""
     settings.DLOCKS = {"default": settings.DLOCKS["recorded"]}
     record = rows.ended("a&b")
-    assert f'href="{RECORDS}?q=a%26b"' in page(historian.get(LIVE, {"key": "a&b"}))
+    assert f'href="{RECORDS}?q=a%26b"' in page(historian.get(key_page("a&b")))
     assert keys(page(historian.get(RECORDS, {"q": "a&b"}))) == ["a&b"]
-    assert f'href="{LIVE}"' in page(historian.get(RECORDS))
+    assert f'href="{LIST}"' in page(historian.get(RECORDS))
     text = page(historian.get(detail(record)))
-    assert f'href="{LIVE}?key=a%26b"' in text
+    assert f'href="{key_page("a&b")}"' in text
     assert ">1<" in text
-    assert RECORDS not in page(viewer.get(LIVE))
-    assert LIVE not in page(reader.get(RECORDS))
+    assert RECORDS not in page(viewer.get(LIST))
+    assert LIST not in page(reader.get(RECORDS))
+
+
+def test_a_nul_in_a_filter_is_harmless(reader):
+    """PostgreSQL raises an error for it in a parameter of a query."""
+    for query in ({"ending__exact": "\0"}, {"ended": "\0"}, {"q": "\0"}):
+        page(reader.get(RECORDS, query, follow=True))

@@ -13,7 +13,7 @@ from django.test import Client
 
 from dlocks.models import LockClaim, ResourceLock
 from tests import rows
-from tests.promises.admin.names import CLEAR, FORCE, LIST, LIVE, PURGE
+from tests.promises.admin.names import CLEAR, END, FORCE, LIST
 from tests.promises.admin.pages import (
     act,
     actions,
@@ -23,7 +23,6 @@ from tests.promises.admin.pages import (
     log,
     page,
     person,
-    told,
 )
 
 pytestmark = [pytest.mark.front, pytest.mark.django_db(transaction=True)]
@@ -73,19 +72,15 @@ def test_a_missing_reason_shows_the_page_again(releaser, audited):
 
     A second confirmation does not release a lock that has changed hands.
     """
-    for key in "acd":
+    for key in "ad":
         rows.held(key)
     rows.free("b")
     rows.shares("b", 1001)
-    dead = rows.dead("c")
     form = fields(act(releaser, FORCE, "a", "b", "d"))
     ResourceLock.objects.filter(pk="d").update(version=1001)
-    form["_selected_action"].append("c")
-    form["version"].append(f"claim:{dead.pk}")
     del form["reason"]
-    versions = ["1000", "share:1001", "1000", f"claim:{dead.pk}"]
+    targets = ["lock 1000 a", "share 1001 b", "lock 1000 d"]
     for reason, error in (
-        (None, "Enter a reason"),
         ("", "Enter a reason"),
         (" \t\u00a0\u3000", "Enter a reason"),
         ("\u200b\u2060", "Enter a reason"),
@@ -94,27 +89,24 @@ def test_a_missing_reason_shows_the_page_again(releaser, audited):
         ("a\u2028b", "one line"),
         ("a\x00b", "one line"),
     ):
-        sent = form if reason is None else {**form, "reason": reason}
-        text = page(releaser.post(LIST, sent))
+        text = page(releaser.post(END, {**form, "reason": reason}))
         shown = rf'<ul class="errorlist" id="id_reason_error"><li>[^<]*{error}'
         assert re.search(shown, text), reason
         assert 'aria-describedby="id_reason_error id_reason_help"' in text
         assert "changed in the meantime" in text
         again = fields(text)
-        assert again["_selected_action"] == ["a", "b", "d", "c"]
-        assert again["version"] == versions
-    text = page(releaser.post(LIST, {**form, "reason": '"><script>' + "x" * 200}))
+        assert again["force_release"] == targets
+    text = page(releaser.post(END, {**form, "reason": '"><script>' + "x" * 200}))
     assert "<script>x" not in text
     assert "&quot;&gt;&lt;script&gt;x" in text
-    assert (rows.now("a").version, LockClaim.objects.count()) == (1000, 2)
+    assert (rows.now("a").version, LockClaim.objects.count()) == (1000, 1)
     assert (log(), audited()) == ([], [])
-    text = told(page(releaser.post(LIST, again, follow=True)))
+    text = confirm(releaser, again)
     assert "The release of 2 locks was forced: a, b" in text
-    assert "1 dead claim was removed from the queue: c" in text
     assert "acquired by another holder in the meantime" in text
     assert rows.now("d").version == 1001
     done = [record.audit_action for record in audited()]
-    assert done == ["force_release", "force_release", "take_out"]
+    assert done == ["force_release", "force_release"]
 
 
 def test_clearing_a_stale_lock_needs_no_reason(clearer, releaser, audited, monkeypatch):
@@ -123,7 +115,7 @@ def test_clearing_a_stale_lock_needs_no_reason(clearer, releaser, audited, monke
     If each request is a transaction, only committed actions are audited.
     """
     rows.held("a")
-    act(releaser, FORCE, "a", version="999")
+    confirm(releaser, {"force_release": "lock 999 a", "reason": "tests"})
     act(clearer, CLEAR, "a")
     rows.stale("b")
     monkeypatch.setitem(connection.settings_dict, "ATOMIC_REQUESTS", True)
@@ -164,20 +156,21 @@ def test_hostile_values_cannot_forge_an_audit_line(audited):
 ROLES = {
     "anonymous": None,
     "staff": (),
-    "blind": ("clear_resourcelock", "force_release_resourcelock", "purge_resourcelock"),
+    "blind": ("clear_resourcelock", "force_release_resourcelock"),
     "viewer": ("view_resourcelock",),
     "clearer": ("view_resourcelock", "clear_resourcelock"),
     "releaser": ("view_resourcelock", "force_release_resourcelock"),
-    "purger": ("view_resourcelock", "purge_resourcelock"),
 }
-MAY = {"clearer": {CLEAR}, "releaser": {FORCE}, "purger": {PURGE}}
+MAY = {"clearer": {CLEAR}, "releaser": {FORCE}}
+TARGETS = {CLEAR: "stale", FORCE: "held"}
 
 
-def form_of(action):
-    """Return the forged form of an action on the key that it applies to."""
-    target = {CLEAR: "stale", FORCE: "held", PURGE: "unused"}[action]
-    form = {"action": action, "_selected_action": [target]}
-    return {**form, "version": ["1000"], "reason": "why"}
+def forms_of(action):
+    """Return the forged forms of an action on the key that it applies to."""
+    selected = {"action": action, "_selected_action": [TARGETS[action]]}
+    name = "clear" if action == CLEAR else "force_release"
+    target = {name: f"lock 1000 {TARGETS[action]}", "reason": "why"}
+    return selected, target
 
 
 def client_with_role(role):
@@ -188,8 +181,7 @@ def client_with_role(role):
 def is_untouched():
     rows.held("held")
     rows.stale("stale")
-    rows.free("unused")
-    before = {"held": 1000, "stale": 1000, "unused": 1000}
+    before = {"held": 1000, "stale": 1000}
     return lambda: dict(ResourceLock.objects.values_list("pk", "version")) == before
 
 
@@ -202,7 +194,7 @@ def test_each_role_sees_only_permitted_pages(role, is_untouched):
     """
     client, permissions = client_with_role(role), ROLES[role]
     sees = "view_resourcelock" in (permissions or ())
-    places = [LIST, detail("held"), LIVE, f"{LIVE}?part=now", f"{LIVE}?part=past"]
+    places = [LIST, detail("held"), f"{LIST}?part=now", f"{LIST}?part=past"]
     pages = {address: client.get(address) for address in places}
     if permissions is None:
         assert {found.status_code for found in pages.values()} == {302}
@@ -211,18 +203,19 @@ def test_each_role_sees_only_permitted_pages(role, is_untouched):
         assert {found.status_code for found in pages.values()} == {200 if sees else 403}
     if sees:
         assert actions(page(pages[LIST])) == MAY.get(role, set())
-        text = page(pages[detail("held")]) + page(pages[LIVE])
-        assert ("Force release" in text) is (role == "releaser")
-        text = page(client.get(detail("stale")))
-        assert ("Clear stale locks" in text) is (role == "clearer")
-    for action in {CLEAR, FORCE, PURGE} - MAY.get(role, set()):
-        response = client.post(LIST, form_of(action))
+        for text in (page(pages[LIST]), page(pages[detail("held")])):
+            assert ("Force release</button>" in text) is (role == "releaser")
+        for address in (LIST, detail("stale")):
+            text = page(client.get(address))
+            assert ("Clear</button>" in text) is (role == "clearer")
+    for action in TARGETS.keys() - MAY.get(role, set()):
+        selected, target = forms_of(action)
+        response = client.post(LIST, selected)
         assert permissions is None or sees or response.status_code == 403
-        client.post(LIST, {**form_of(action), "version": []})
-        client.post(detail("held"), form_of(action))
-    for address in (f"{LIST}add/", LIVE, detail("held", "delete")):
-        for action in (CLEAR, FORCE, PURGE):
-            client.post(address, form_of(action))
+        assert client.post(END, target).status_code in (302, 403)
+        for address in (f"{LIST}add/", detail("held"), detail("held", "delete")):
+            client.post(address, {**selected, **target})
+    assert client.get(END).status_code in (302, 403)
     assert is_untouched()
     assert log() == []
 
@@ -234,18 +227,35 @@ def test_a_change_needs_a_post_with_a_csrf_token(role, is_untouched):
     A GET request changes nothing, even with all form fields in the address.
     """
     client, (action,) = client_with_role(role), MAY[role]
-    form = form_of(action)
-    client.head(LIST, form)
-    for address in (LIST, detail(form["_selected_action"][0]), LIVE):
-        client.get(address, form)
+    selected, target = forms_of(action)
+    for address in (LIST, END, detail(TARGETS[action])):
+        client.get(address, {**selected, **target})
+        client.head(address, {**selected, **target})
     headers = {"referer": "http://testserver/"}
     strict = Client(enforce_csrf_checks=True, headers=headers)
     strict.cookies = client.cookies
     for wrong in ({}, {"csrfmiddlewaretoken": "x" * 64}):
-        assert strict.post(LIST, {**form, **wrong}).status_code == 403
+        assert strict.post(LIST, {**selected, **wrong}).status_code == 403
+        assert strict.post(END, {**target, **wrong}).status_code == 403
     assert is_untouched()
     token = fields(page(strict.get(LIST)))["csrfmiddlewaretoken"][0]
-    right = {**form, "csrfmiddlewaretoken": token}
-    assert strict.post(LIST, right).status_code == 302
+    right = {**target, "csrfmiddlewaretoken": token}
+    assert strict.post(END, right).status_code == 302
     assert len(log()) == 1
     assert not is_untouched()
+
+
+def test_a_change_returns_to_the_page_of_its_button(releaser):
+    """It never leads to another site. Without an address it leads to the list."""
+    for back, target in (
+        (f"{LIST}?state=held&p=2", f"{LIST}?state=held&p=2"),
+        (detail("a"), detail("a")),
+        ("", LIST),
+        ("https://evil.example/", LIST),
+        ("//evil.example" + LIST, LIST),
+    ):
+        form = {"force_release": "lock 1000 a", "back": back}
+        text = page(releaser.post(END, form))
+        assert f'href="{target}"' in text.replace("&amp;", "&")
+        response = releaser.post(END, {**form, "reason": "tests"})
+        assert (response.status_code, response.url) == (302, target)

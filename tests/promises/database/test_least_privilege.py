@@ -87,7 +87,7 @@ def test_the_application_rights_are_sufficient(process):
         assert set(worker.call(jobs.whole_cycle, alias)) == DONE
     assert HoldRecord.objects.exists()
     rows.free("old")
-    for what in ("purge", "purge_one", "forget"):
+    for what in ("purge", "forget"):
         assert worker.call(jobs.rights, what).startswith("LockBackendError: ")
     assert ResourceLock.objects.filter(pk="old").exists()
     assert set(process(INSERTING).call(jobs.whole_cycle, "insert")) == DONE
@@ -139,6 +139,3 @@ def test_the_rights_of_operators_are_sufficient(process):
     assert worker.call(jobs.rights, "look") == 1
     assert worker.call(jobs.rights, "clear") == "held"
     assert worker.call(jobs.rights, "end_share") == 1001
-    assert worker.call(jobs.rights, "purge_one").startswith("LockBackendError: ")
-    worker = process("The admin, with *Delete unused rows*")
-    assert worker.call(jobs.rights, "purge_one") == "old"

@@ -328,7 +328,7 @@ def test_commands_show_that_a_transaction_keeps_a_key(lock, guarded):
 def test_the_admin_shows_that_a_transaction_keeps_a_key(guarded, admin_client):
     """The admin shows the key as held, and no action clears it.
 
-    This covers the list, its filter, the page of the lock and the control room.
+    This covers the list, its filter and the page of the key.
     """
 
     def page(path, **query):
@@ -336,16 +336,19 @@ def test_the_admin_shows_that_a_transaction_keeps_a_key(guarded, admin_client):
         return admin_client.get(url, query).content.decode()
 
     guarded()
-    for path, query in (("", {}), ("", {"state": "held"}), ("live/", {})):
+    for path, query in (("", {}), ("", {"state": "held"}), ("", {"part": "now"})):
         assert "held, in a transaction" in page(path, **query)
     assert "stock:7" not in page("", state="stale")
     assert "in a transaction" in page("stock_3A7/change/")
-    version = str(ResourceLock.objects.get().version)
-    for action in "clear_stale_locks", "force_release":
-        form = {"action": action, "_selected_action": "stock:7", "version": version}
-        answer = admin_client.post(
-            "/admin/dlocks/resourcelock/", {**form, "reason": "tests"}, follow=True
-        )
+    target = f"lock {ResourceLock.objects.get().version} stock:7"
+    selected = {"action": "clear_stale_locks", "_selected_action": "stock:7"}
+    for path, form in (
+        ("", selected),
+        ("end/", {"clear": target}),
+        ("end/", {"force_release": target, "reason": "tests"}),
+    ):
+        url = f"/admin/dlocks/resourcelock/{path}"
+        answer = admin_client.post(url, form, follow=True)
         assert "held by an open transaction" in answer.content.decode()
 
 

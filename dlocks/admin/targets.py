@@ -1,33 +1,35 @@
-"""What an action of the admin is about, and its fields in forms."""
+"""What an operator ends, and its field in forms."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Literal, Self, cast
 from urllib.parse import unquote
 
 from dlocks.models import ResourceLock
-from dlocks.operations import LockRow
+from dlocks.operations import LockRow, is_column
+
+Kind = Literal["lock", "share", "claim"]
 
 
 @dataclass(frozen=True)
 class Target:
-    """The target of an action.
+    """What an operator ends.
 
     It is a lock with its version, a shared hold with its token, or a claim with its id.
     """
 
     key: str
-    kind: Literal["lock", "share", "claim"]
+    kind: Kind
     number: int
 
     @classmethod
-    def parse(cls, key: str, field: str) -> Self:
-        """Return the target from two fields of a form, or raise ValueError."""
-        kind, _, number = field.rpartition(":")
-        if kind not in {"", "share", "claim"}:
-            raise ValueError(kind)
-        return cls(from_form(key), kind or "lock", int(number))  # type: ignore[arg-type]
+    def parse(cls, field: str) -> Self:
+        """Return the target from a field of a form, or raise ValueError."""
+        kind, number, key = field.split(" ", 2)
+        if kind not in {"lock", "share", "claim"} or not is_column(int(number)):
+            raise ValueError(field)
+        return cls(from_form(key), cast("Kind", kind), int(number))
 
     @classmethod
     def of(cls, shown: LockRow) -> Self:
@@ -39,7 +41,7 @@ class Target:
 
     @property
     def field(self) -> str:
-        return str(self.number) if self.kind == "lock" else f"{self.kind}:{self.number}"
+        return f"{self.kind} {self.number} {to_form(self.key)}"
 
 
 def to_form(key: str) -> str:

@@ -1,19 +1,19 @@
-"""The past on the live page: ended holds, their waits, and a time axis."""
+"""The past on the pages of locks: ended holds, their waits, and a time axis."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
 from django.contrib.auth import get_permission_codename
 from django.db.models import Count, F, Max, Q
 from django.db.models.functions import Floor
+from django.http import HttpRequest
 from django.utils.translation import gettext as _
 
-from dlocks.admin.links import url
+from dlocks.admin.base import Source
 from dlocks.models import HoldRecord, LockState
-from dlocks.operations import in_row, name_of, state_of
+from dlocks.operations import LockRow, in_row, name_of, state_of
 from dlocks.text import moment, printable, shown_duration
 
 # Minutes of history, and the number of longest holds shown.
@@ -24,19 +24,20 @@ HOLDS, LANES = 60, 6
 WIDTH, HEIGHT, LANE = 1000, 100, 14
 
 
-class LiveHistory:
-    """The context for ended holds."""
+class Past:
+    """The context for ended holds: those of a key, or of all keys."""
 
-    admin: Any
-    request: Any
-    key: str
-    _busy: Any
-    _find_kept: Callable[[], bool]
+    def __init__(
+        self, admin: Any, request: HttpRequest, lock: LockRow | None = None
+    ) -> None:
+        self.admin = admin
+        self.request = request
+        self.lock = lock
+        self.source = Source.of(request)
 
     @cached_property
     def has_history(self) -> bool:
-        backend = self.admin.backend()
-        return backend is not None and backend.history
+        return self.source.rows is not None and self.source.rows.history
 
     @cached_property
     def may_view_history(self) -> bool:
@@ -46,21 +47,21 @@ class LiveHistory:
         return bool(user.has_perm(f"{HoldRecord._meta.app_label}.{permission}"))
 
     @cached_property
-    def shows_history(self) -> bool:
+    def is_shown(self) -> bool:
         return self.has_history and self.may_view_history
 
     @cached_property
-    def has_past(self) -> bool:
-        """Return whether the page has parts about the past.
+    def has_part(self) -> bool:
+        """Return whether the page has a part about the past.
 
-        Without a history, one of them says how to switch it on.
+        Without a history, it says how to switch it on.
         """
         return self.may_view_history or not self.has_history
 
     @cached_property
     def _ended(self) -> Any:
-        ended = self.admin.rows_of_alias(HoldRecord.objects.all())
-        return ended.filter(key_resource=self.key) if self.key else ended
+        ended = self.source.select(HoldRecord.objects.all())
+        return ended.filter(key_resource=self.lock.pk) if self.lock else ended
 
     @cached_property
     def contention(self) -> dict[str, Any]:
@@ -132,43 +133,31 @@ class LiveHistory:
 
         Without a key, return None.
         """
-        if not self.key:
+        if self.lock is None:
             return None
+        ended = self._ended.with_times().order_by("-token")[:HOLDS]
         holds = [
-            (
-                record.seconds_ago + _seconds(record),
-                record.seconds_ago,
-                self._record(record),
-            )
-            for record in self._ended.with_times().order_by("-token")[:HOLDS]
+            (one.seconds_ago + _seconds(one), one.seconds_ago, self._record(one))
+            for one in ended
         ]
-        lock = self._busy.first()
-        if lock is not None and lock.state == LockState.STALE and self._find_kept():
-            lock = self._busy.first()
-        if (
-            lock is not None
-            and in_row(lock)
-            and lock.begin_time is not None
-            and lock.state != LockState.FREE
-        ):
-            current = {
-                "ending": "now",
-                "label": state_of(lock),
-                "holder": name_of(lock),
-                "held": shown_duration(lock.seconds_held),
-            }
-            holds.insert(0, (lock.seconds_held, 0.0, current))
+        if (now := self._current()) is not None:
+            holds.insert(0, now)
         holds.sort(key=lambda hold: -hold[0])
         span = max((began for began, _ended, _record in holds), default=0.0) or 1.0
         lanes: list[float] = []
         bars = []
-        for began, ended, record in holds:
-            # Use the first row that is free at that time. Holds of a shared key
-            # overlap, so they need several rows.
-            lane = next(
-                (number for number, free in enumerate(lanes) if free >= began),
-                min(len(lanes), LANES - 1),
-            )
+        for number, (began, ended, record) in enumerate(holds):
+            lane = 0
+            if record["shared"]:
+                # Shared holds overlap. Use the first row that is free at that time.
+                free = (lane for lane, end in enumerate(lanes) if end >= began)
+                lane = next(free, min(len(lanes), LANES - 1))
+            elif following := [
+                one for one in holds[number + 1 :] if not one[2]["shared"]
+            ]:
+                # Exclusive holds do not overlap. Their ends were measured by the clocks
+                # of their processes.
+                ended = max(ended, following[0][0])
             lanes[lane : lane + 1] = [ended]
             width = max(3.0, (began - ended) / span * WIDTH)
             bars.append(
@@ -181,8 +170,11 @@ class LiveHistory:
                     "title": f"{record['holder']}, {record['held']}, {record['label']}",
                 }
             )
+        endings = [*HoldRecord.Ending.choices, ("now", _("held now"))]
+        drawn = {bar["ending"] for bar in bars}
         return {
             "bars": bars,
+            "legend": [(name, text) for name, text in endings if name in drawn],
             "height": str(max(1, len(lanes)) * LANE),
             "span": shown_duration(span),
             "holds": [
@@ -192,16 +184,37 @@ class LiveHistory:
             ],
         }
 
+    def _current(self) -> tuple[float, float, dict[str, Any]] | None:
+        """Return the present exclusive hold of the key."""
+        lock = self.lock
+        if (
+            lock is None
+            or lock.begin_time is None
+            or not in_row(lock)
+            or lock.state == LockState.FREE
+        ):
+            return None
+        record = {
+            "ending": "now",
+            "shared": False,
+            "label": state_of(lock),
+            "holder": name_of(lock),
+            "held": shown_duration(lock.seconds_held),
+        }
+        return lock.seconds_held, 0.0, record
+
     def _record(self, record: Any) -> dict[str, Any]:
         return {
             "key": printable(record.key_resource),
-            "url": url(self.admin, key=record.key_resource),
+            "url": self.admin.cells(self.request).url(record.key_resource),
             "holder": name_of(record),
             "begin": moment(record.begin_time),
+            "ended": moment(record.end_time).rpartition(" ")[2],
             "age": shown_duration(max(0.0, record.seconds_ago) + _seconds(record)),
             "held": shown_duration(_seconds(record)),
             "waited": shown_duration(record.waited) if record.waited else "",
             "token": str(record.token),
+            "shared": record.shared,
             "ending": str(record.ending),
             "label": record.get_ending_display(),
         }

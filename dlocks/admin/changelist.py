@@ -1,0 +1,224 @@
+"""The list of locks, whose rows and totals come from one reading."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django.contrib import admin
+from django.core.paginator import Paginator
+from django.db.models import Case, Count, F, Q, Sum, Value, When, Window
+from django.db.models.functions import RowNumber
+from django.http import HttpRequest
+from django.utils.translation import gettext as _
+from django.utils.translation import gettext_lazy
+
+from dlocks.admin.base import AliasChangeList, Source
+from dlocks.fields import After
+from dlocks.models import ClaimState, LockClaim, LockState, ResourceLock
+from dlocks.operations import LockRow
+from dlocks.values import Kept
+
+# Claims shown for each lock and each of their states.
+CLAIMS = 3
+# Locks in use that are read at once, so that their totals are those of the rows.
+MOST = 5000
+HAS_WAITERS = Q(waiting__gt=0)
+# The condition of each filter.
+FILTERS: dict[str, Q] = {
+    "": ~Q(state=LockState.FREE) | HAS_WAITERS,
+    "held": Q(state=LockState.HELD),
+    "shared": Q(state=LockState.SHARED),
+    "stale": Q(state=LockState.STALE),
+    "waiting": HAS_WAITERS,
+}
+
+
+def maybe_in_use(locks: Any) -> Any:
+    """Keep the locks that may be in use, which a row alone or the claims can say.
+
+    Most rows of a large table are free. For each other row, further subqueries count
+    its claims. PostgreSQL compiles them all if it expects many rows, which can take
+    seconds.
+    """
+    claimed = LockClaim.objects.using(locks.db).values("key_resource")
+    return locks.filter(
+        Q(end_time__gt=After(0))
+        | ResourceLock.LEFT
+        | Q(shares__gt=0)
+        | Q(pk__in=claimed)
+    )
+
+
+def is_shown(lock: LockRow, chosen: str) -> bool:
+    """Return whether a filter shows a lock, as its condition does."""
+    if chosen == "waiting":
+        return bool(lock.waiting)
+    if chosen:
+        return bool(lock.state == chosen)
+    return bool(lock.state != LockState.FREE or lock.waiting)
+
+
+def chosen_state(value: str | None) -> str:
+    """Return the filter that an address chooses. An unknown one is ignored."""
+    return value if value in {*FILTERS, LockState.FREE} else ""
+
+
+class StateFilter(admin.SimpleListFilter):
+    """The filter by state. Free keys are shown only under their own."""
+
+    title = gettext_lazy("state")
+    parameter_name = "state"
+    template = "admin/dlocks/resourcelock/states.html"
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> Any:
+        return [
+            ("held", _("held")),
+            ("shared", _("shared")),
+            ("stale", _("stale")),
+            ("waiting", _("waiting")),
+            ("free", _("free")),
+        ]
+
+    @property
+    def chosen(self) -> str:
+        return chosen_state(self.value())
+
+    def choices(self, changelist: Any) -> Any:
+        for value, text in [("", _("in use")), *self.lookup_choices]:
+            total = "waiters" if value == "waiting" else value
+            yield {
+                "name": value or "all",
+                "selected": value == self.chosen,
+                "query_string": changelist.get_query_string(
+                    {self.parameter_name: value or None}
+                ),
+                "display": text,
+                "total": changelist.totals.get(total),
+            }
+
+    def queryset(self, request: HttpRequest, queryset: Any) -> Any:
+        if self.chosen == "free":
+            # The row alone says it, so that no claims have to be counted.
+            is_over = Q(end_time__lte=After(0), shares=0) & ~ResourceLock.LEFT
+            return queryset.filter(is_over)
+        return maybe_in_use(queryset).filter(FILTERS[self.chosen])
+
+
+class LockList(AliasChangeList):
+    """The list of locks in use, or of free keys.
+
+    The longest queue comes first, because callers are blocked. Then come stale locks,
+    because their holders have failed, and then the oldest holds.
+    """
+
+    ordering = (
+        "-waiting",
+        Case(When(state=LockState.STALE, then=Value(0)), default=Value(1)),
+        "begin_time",
+        "pk",
+    )
+    totals: dict[str, int]
+
+    def get_results(self, request: HttpRequest) -> None:
+        self.chosen = chosen_state(request.GET.get(StateFilter.parameter_name))
+        if self.chosen == "free":
+            self._locks(request)
+            super().get_results(request)
+        else:
+            self._read(request)
+        self._add_claims(request)
+
+    def _read(self, request: HttpRequest) -> None:
+        """Read the locks in use and their totals by one statement."""
+        locks = self._locks(request)
+        if self._find_kept(request):
+            locks = self._locks(request)
+        self.paginator = Paginator(locks, self.list_per_page)
+        page = self.paginator.get_page(max(1, self.page_num))
+        self.page_num, self.result_list = page.number, list(page.object_list)
+        self.result_count = self.full_result_count = self.paginator.count
+        self.show_full_result_count = self.show_admin_actions = True
+        self.show_all = self.can_show_all = False
+        self.multi_page = self.paginator.num_pages > 1
+
+    def _locks(self, request: HttpRequest) -> Any:
+        """Return the locks of the filter. Count those of the search in each state."""
+        found, _duplicates = self.model_admin.get_search_results(
+            request, self.root_queryset, self.query
+        )
+        keys = maybe_in_use(found).order_by().values_list("pk", flat=True)
+        mine = list(keys[: MOST + 1])
+        if len(mine) > MOST:
+            self.totals = self._count(found)
+            return self.queryset
+        ordering = self.get_ordering(request, found)
+        locks = list(found.filter(pk__in=mine).order_by(*ordering))
+        locks = [lock for lock in locks if is_shown(lock, "")]
+        self.totals = {
+            name: sum(is_shown(lock, name) for lock in locks) for name in FILTERS
+        }
+        self.totals["waiters"] = sum(lock.waiting for lock in locks)
+        return [lock for lock in locks if is_shown(lock, self.chosen)]
+
+    def _count(self, found: Any) -> dict[str, int]:
+        totals: dict[str, Any] = {
+            # A name must not be that of a column.
+            f"total_{name}": Count("pk", filter=shown)
+            for name, shown in FILTERS.items()
+        }
+        totals["total_waiters"] = Sum("waiting")
+        counted = maybe_in_use(found).order_by().aggregate(**totals)
+        return {
+            name.removeprefix("total_"): int(total or 0)
+            for name, total in counted.items()
+        }
+
+    def _find_kept(self, request: HttpRequest) -> bool:
+        """Look for expired leases that transactions keep, if a lease seems stale.
+
+        Return whether there are any. Then the rows have to be read again.
+        """
+        source = Source.of(request)
+        if not self.totals["stale"] or source.rows is None:
+            return False
+        source.kept = source.rows.kept()
+        if source.kept == Kept():
+            return False
+        self.root_queryset = self.model_admin.get_queryset(request)
+        self.queryset = self.get_queryset(request)
+        return True
+
+    def _add_claims(self, request: HttpRequest) -> None:
+        """Add the first waiters and the first shared holds to each lock."""
+        admin: Any = self.model_admin
+        cells = admin.cells(request)
+        locks = self.result_list = list(self.result_list)
+        for lock in locks:
+            lock.cells = cells
+            lock.queue, lock.held_shares = [], []
+        found = {lock.pk: lock for lock in locks if lock.waiting or lock.shares}
+        if not found:
+            return
+        position = Window(
+            RowNumber(),
+            partition_by=[F("key_resource"), F("state")],
+            order_by=F("id").asc(),
+        )
+        claims = (
+            LockClaim.objects.using(self.root_queryset.db)
+            .by_clock(Source.of(request).kept)
+            .defer("owner", "channel")
+            .filter(key_resource__in=found)
+            .exclude(state=ClaimState.DEAD)
+            .annotate(position=position)
+        )
+        for claim in claims.filter(position__lte=CLAIMS).order_by("key_resource", "id"):
+            lock = found[claim.key_resource]
+            if claim.version is not None:
+                lock.held_shares.append(claim)
+            elif len(lock.queue) < lock.waiting:
+                # The claims are read after the locks, whose numbers count.
+                lock.queue.append(claim)
+
+    def url_for_result(self, result: Any) -> str:
+        return str(result.cells.url(result.pk))
