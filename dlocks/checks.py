@@ -17,7 +17,6 @@ from django.db.utils import Error
 from dlocks.conf import UnknownDatabaseError, backends
 from dlocks.exceptions import LockBackendError
 from dlocks.sql.schemas import find_tables
-from dlocks.text import HASH
 
 if TYPE_CHECKING:
     from dlocks.backends.base import Backend
@@ -42,12 +41,12 @@ def check_settings(**kwargs: Any) -> Messages:
         )
     shown = getattr(settings, "DLOCKS_SHOW_HOLDER", True)
     # The type is checked too, since 1 equals True.
-    if not isinstance(shown, bool) and shown != HASH:
+    if not isinstance(shown, bool):
         messages.append(
             checks.Error(
                 f"DLOCKS_SHOW_HOLDER has the invalid value {shown!r}, so holders are"
                 " hidden.",
-                hint=f"Set it to True, {HASH!r} or False.",
+                hint="Set it to True or False.",
                 id="dlocks.E008",
             )
         )

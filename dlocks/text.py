@@ -13,12 +13,10 @@ from typing import Any
 
 from django.conf import settings
 from django.utils import timezone
-from django.utils.crypto import salted_hmac
 from django.utils.formats import localize
 from django.utils.translation import gettext as _
 from django.utils.translation import ngettext_lazy, override
 
-HASH = "hash"
 HIDDEN = "a hidden holder"
 
 # Maximum number of characters of a holder's name.
@@ -34,17 +32,13 @@ def shows_holder() -> bool:
 
 
 def shown_holder(name: str) -> str:
-    """Return a holder's name, a keyed hash of it, or a text that hides it.
+    """Return a holder's name, or a text that hides it.
 
     The name is printable, since it ends up in logs and errors. Its process may have had
     another version of dlocks, which did not escape it.
     """
     if shows_holder() or not name:
         return printable(name)
-    if getattr(settings, "DLOCKS_SHOW_HOLDER", True) == HASH:
-        # Keyed, because hosts and processes are few enough to be guessed.
-        digest = salted_hmac("dlocks.holder", name, algorithm="sha256").hexdigest()
-        return f"holder {digest[:10]}"
     return HIDDEN
 
 
