@@ -283,7 +283,7 @@ class ResourceLockAdmin(ReadOnlyAdmin):
         described_by = cells.identity(lock.pk)
         shares = format_html_join(
             "",
-            "<li><span>{} {}<small>{} {} {}</small></span> {}</li>",
+            "<li><span>{} {} <small>{}, {}, {}</small></span> {}</li>",
             (
                 (
                     cells.who_html(share),
