@@ -125,7 +125,7 @@ class AliasChangeList(ChangeList):
 class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     """An admin whose rows change only when locks are used."""
 
-    empty_value_display = "-"
+    empty_value_display = ""
 
     class Media:
         css = {"all": ["dlocks/admin.css"]}

@@ -61,9 +61,7 @@ class ResourceLockAdmin(ReadOnlyAdmin):
     list_filter = (StateFilter,)
     list_per_page = 50
     search_fields = ("key_resource", "holder", "owner_ip")
-    search_help_text = None
     actions = ("clear_stale_locks", "force_release")
-    empty_value_display = ""
     preserve_filters = False
 
     class Media:
