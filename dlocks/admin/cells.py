@@ -68,7 +68,7 @@ class Cells:
             "id": f"{target.kind}-{target.number}",
             "key": key_html(target.key),
             "state": badge(shown),
-            "holder": who_html(shown),
+            "holder": (holder_of(shown) if target.kind == "lock" else who_html(shown)),
             "age": self.age(shown),
             "left": (
                 ("" if shown.state == ClaimState.WAITING else last_seen_of(shown))

@@ -43,7 +43,9 @@ def test_the_page_of_a_key_shows_its_holds_and_its_queue(viewer):
         assert shown in queue
     assert buttons(text) == []
     rows.held("busy", hold_count=3, version=1234567)
-    assert ">1234567<" in page(viewer.get(detail("busy")))
+    text = page(viewer.get(detail("busy")))
+    assert ">1234567<" in text
+    assert "web-1:4711:MainThread ×3" in text
     claim, more = rows.waits("busy"), []
     for number in range(101):
         claim.id, claim.owner = None, f"{number:032}"

@@ -104,7 +104,9 @@ def test_held_keys_are_shown(viewer):
     shared = row_of(text, "shared")
     assert shared.startswith("shared shared (4) ")
     for number in range(3):
-        about = rf"web-{number}:1:t 198.51.100.8 shared by up to 10, 7[5-9] s , 1[0-5] s"
+        about = (
+            rf"web-{number}:1:t 198.51.100.8 shared by up to 10, 7[5-9] s , 1[0-5] s"
+        )
         assert re.search(f"{about} left", shared)
     assert "web-3:1:t" not in shared
     about = r"gone:1:t \S+ stale shared, \d+ days , expired \d+ days ago"
