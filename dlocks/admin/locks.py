@@ -27,9 +27,10 @@ from dlocks.admin.past import Past
 from dlocks.admin.targets import Target, to_form
 from dlocks.audit import REASON_LENGTH
 from dlocks.backends.base import Backend
+from dlocks.backends.database.backend import DatabaseBackend
 from dlocks.backends.listing import listed
 from dlocks.exceptions import LockBackendError
-from dlocks.models import LockQuerySet, LockState, ResourceLock
+from dlocks.models import LockClaim, LockQuerySet, LockState, ResourceLock
 from dlocks.operations import (
     LockRow,
     claims,
@@ -327,6 +328,7 @@ class ResourceLockAdmin(ReadOnlyAdmin):
             key=key,
             original=lock,
             page="key",
+            sql=_sql(Source.of(request).database, key),
             history_url=reverse(
                 "admin:dlocks_resourcelock_history",
                 args=[quote(key)],
@@ -482,3 +484,21 @@ class ResourceLockAdmin(ReadOnlyAdmin):
 def _more(number: int) -> SafeString | str:
     text = _("and %(number)s more") % {"number": number}
     return format_html("<small>{}</small>", text) if number > 0 else ""
+
+
+def _sql(backend: DatabaseBackend, key: str) -> list[str]:
+    """Return statements that show a key and its claims, for a database client.
+
+    They have no owners. A key that cannot be copied from a page has none.
+    """
+    if printable(key) != key:
+        return []
+    literal = key.replace("'", "''")
+    if backend.connection.vendor == "mysql":
+        literal = literal.replace("\\", "\\\\")
+    columns = "version, holder, owner_ip, begin_time, end_time"
+    return [
+        f"SELECT {more}, {columns} FROM {model._meta.db_table} WHERE key_resource ="
+        f" '{literal}' ORDER BY begin_time;"
+        for more, model in (("status", ResourceLock), ("id", LockClaim))
+    ]

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import html
 import re
 from copy import copy
 from datetime import UTC, datetime, timedelta
 
 import pytest
+from django.db import connection
 
 from dlocks.models import LockClaim
 from tests import rows
-from tests.promises.admin.names import LIST
+from tests.promises.admin.names import LIST, ODD_KEYS
 from tests.promises.admin.pages import buttons, detail, page, text_of
 
 pytestmark = [pytest.mark.front, pytest.mark.django_db]
@@ -72,6 +74,26 @@ def test_a_key_is_free_if_it_has_no_row(viewer, historian, with_history):
     text = text_of(page(viewer.get(detail("old"), {"part": "now"})))
     assert "This key is free. last holder" in text
     assert "worker-1:815:MainThread" in text
+
+
+@pytest.mark.storage
+def test_the_statements_of_a_key_can_be_copied(viewer):
+    """They show the holder and the queue to a database client, and no owner."""
+    for key in ('it\'s 100% \\ "odd"', *ODD_KEYS):
+        rows.held(key, holder="web-9:1:t")
+        rows.waits(key, holder="web-8:1:t")
+        text = page(viewer.get(detail(key)))
+        sql = html.unescape(
+            "".join(re.findall(r"<pre>(SELECT.*?)</pre>", text, re.DOTALL))
+        )
+        found = []
+        for statement in sql.splitlines():
+            with connection.cursor() as cursor:
+                cursor.execute(statement)
+                found += cursor.fetchall()
+        is_printable = key.isprintable()
+        assert [row[2] for row in found] == ["web-9:1:t", "web-8:1:t"] * is_printable
+        assert "owner," not in sql
 
 
 @pytest.mark.storage
