@@ -282,7 +282,7 @@ class ResourceLockAdmin(ReadOnlyAdmin):
         described_by = cells.identity(lock.pk)
         shares = format_html_join(
             "",
-            "<li><span>{} {} <small>{}, {}, {}</small></span> {}</li>",
+            "<li><span>{} {} <small>{}, {}, {}</small></span> <span>{}</span></li>",
             (
                 (
                     cells.who_html(share),
