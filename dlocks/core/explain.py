@@ -121,6 +121,9 @@ def why_gone(hold: Any) -> str:
         # The loss is certain, and it is what matters.
         logger.debug("The new holder of %r is not known", hold.lock.key, exc_info=True)
         fact = None
+    if not fact and clock.now() >= hold.lease.last_at:
+        # Its lease has ended at its max_hold, just before this process noticed.
+        return str(hold.lease.why_not())
     return f"{GONE}: {fact}" if fact else GONE
 
 
