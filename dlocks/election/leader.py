@@ -36,7 +36,7 @@ from dlocks.election.failures import Failures
 from dlocks.exceptions import LockBackendError, LockError
 from dlocks.runtime import clock
 from dlocks.runtime.coroutines import run_in_sync_thread, waiting_for_a_lock
-from dlocks.runtime.delays import delays
+from dlocks.runtime.delays import LONGEST_DELAY, delays
 from dlocks.runtime.greenlets import is_alive
 from dlocks.runtime.keeper import keeper
 from dlocks.runtime.threads import Flag, Latch
@@ -46,6 +46,10 @@ logger = logging.getLogger("dlocks")
 
 # Bounds in seconds for the delays between requests to an unreachable backend.
 RETRY_DELAYS = 0.25, 10.0
+
+# Seconds after a lead in which other candidates go first, where all of them poll. A
+# former leader would otherwise find the key free before their next poll.
+HEAD_START = 4 * LONGEST_DELAY
 
 # Seconds for which the end of the process waits for an election in another thread.
 EXIT_TIMEOUT = 5.0
@@ -296,7 +300,7 @@ class LeaderElection:
 
     def _acquisition(self) -> Acquisition:
         lock = self._lock
-        if backends[lock.using].waits_in_statement:
+        if self._polls:
             # On PostgreSQL, the snapshot of that statement holds back VACUUM.
             lock = replace(lock, fair=False)
         return Acquisition(
@@ -305,6 +309,17 @@ class LeaderElection:
             self._wakeup,
             is_stopped=lambda: self._is_stopped,
         )
+
+    @property
+    def _polls(self) -> bool:
+        """Whether candidates poll, because there is no queue that they can join."""
+        backend = backends[self._lock.using]
+        return backend.waits_in_statement or not backend.supports_queue
+
+    def _end_pause(self) -> float:
+        """Return the seconds until the next campaign, or raise the last error."""
+        seconds = self._failures.end_lead()
+        return max(seconds, HEAD_START) if self._polls else seconds
 
     def _tell(self, what: str, hold: Hold) -> None:
         logger.info(
@@ -359,7 +374,7 @@ class LeaderElection:
         if self._hold is not None and not self._is_stopped:
             self._lead(self._hold)
         self._release()
-        self._pause(self._failures.end_lead())
+        self._pause(self._end_pause())
         if self._is_alone:
             close_old_connections()
 
@@ -422,7 +437,7 @@ class LeaderElection:
         if self._hold is not None and not self._is_stopped:
             await self._alead(self._hold)
         await run_in_sync_thread(self._release)
-        await self._apause(self._failures.end_lead())
+        await self._apause(self._end_pause())
 
     async def _aacquire(self) -> None:
         for delay in delays(clock.FOREVER, *RETRY_DELAYS):

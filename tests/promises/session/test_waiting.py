@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import signal
 import threading
 from functools import partial
@@ -160,6 +161,24 @@ def test_candidates_of_an_election_poll(elsewhere, until):
         assert not led.is_set()
         elsewhere.tell()
         assert led.wait(30)
+
+
+def test_candidates_that_poll_lead_in_turns_if_each_resigns(observer):
+    """The former leader does not find the key free before the next poll of another."""
+    elected = queue.SimpleQueue()
+    elections = {
+        who: LeaderElection(
+            "scheduler", using="session", on_elected=lambda _, who=who: elected.put(who)
+        )
+        for who in ("first", "second")
+    }
+    with elections["first"]:
+        led = [elected.get(timeout=30)]
+        with elections["second"]:
+            for _ in range(3):
+                assert elections[led[-1]].resign()
+                led.append(elected.get(timeout=30))
+    assert led == ["first", "second"] * 2
 
 
 @pytest.mark.engine("mariadb", "mysql")
