@@ -101,13 +101,17 @@ class VersionedQuerySet(models.QuerySet[Any]):
         compared: Any = self._chain()  # type: ignore[attr-defined]
         compared._version = after
         with transaction.atomic(using=self.db):
-            is_stale = not replace_versions(model, self.db, held, between, batch_size)
+            rest = model, self.db, batch_size
+            is_stale = replace_versions(held, between, *rest) < len(objs)
             if is_stale:
                 transaction.set_rollback(True, using=self.db)
             else:
                 updated = super(VersionedQuerySet, compared).bulk_update(
                     objs, fields, batch_size
                 )
+                if updated < len(objs):
+                    # The queryset excludes rows, which Django does not write.
+                    replace_versions(dict.fromkeys(held, between), after, *rest)
         if is_stale:
             raise self._stale_error(model, rows, held)
         for obj in objs:
@@ -185,13 +189,13 @@ def versions_of(model: Any, path: str) -> Iterator[str]:
 
 
 def replace_versions(
-    model: Any, using: str, held: dict[Any, int], after: int, batch_size: int | None
-) -> bool:
-    """Set the versions of rows that still have the expected version.
+    held: dict[Any, int], after: int, model: Any, using: str, batch_size: int | None
+) -> int:
+    """Set the versions of rows that still have the expected one.
 
-    Return whether all rows have it. Some may have been written if not.
+    Return their number.
     """
-    field = version_field(model)
+    field, written = version_field(model), 0
     pks = list(held)
     most = connections[using].ops.bulk_batch_size(["pk", "pk", "version"], pks)
     size = min(batch_size, most) if batch_size and batch_size > 0 else most
@@ -203,9 +207,8 @@ def replace_versions(
         )
         rows = model._base_manager.using(using).filter(pk__in=batch)
         rows = rows.filter(**{field.attname: expected})
-        if rows._update([(field, None, after)]) < len(batch):
-            return False
-    return True
+        written += rows._update([(field, None, after)])
+    return written
 
 
 class VersionedManager(models.Manager.from_queryset(VersionedQuerySet)):  # type: ignore[misc]

@@ -160,6 +160,21 @@ def test_bulk_update_replaces_the_versions(model, field):
         row.save()
 
 
+@for_each_kind
+def test_bulk_update_of_filtered_rows_leaves_all_instances_current(model, field):
+    """As in Django, a row that the queryset excludes is not written."""
+    rows = [model.objects.create() for _ in range(3)]
+    before = stored(model, rows[0].pk, field)
+    for row in rows:
+        setattr(row, field, "5")
+    chosen = model.objects.exclude(pk=rows[0].pk)
+    assert chosen.bulk_update(rows, [field], batch_size=2) == 2
+    assert stored(model, rows[0].pk, field) == before
+    for row in rows:
+        row.save()
+        assert str(stored(model, row.pk, field)) == "5"
+
+
 def test_bulk_update_of_many_rows_is_split():
     """SQLite takes fewer parameters in one statement than there are rows."""
     Article.objects.bulk_create(Article(title="t") for _ in range(1200))
