@@ -1,6 +1,7 @@
 """The models that tests work on."""
 
 from django.db import models
+from django.db.models.functions import Length
 
 from dlocks.optimistic import (
     FencedModel,
@@ -66,7 +67,7 @@ class Restaurant(Place, VersionedModel):
 class Page(VersionedModel):
     """A model with its own key, its own version field and an unversioned field.
 
-    Anyone may overwrite ``hits``.
+    Anyone may overwrite ``hits``. The database computes ``length``.
     """
 
     version = None
@@ -75,6 +76,9 @@ class Page(VersionedModel):
     slug = models.CharField(max_length=50, primary_key=True)
     text = models.TextField(default="")
     hits = models.IntegerField(default=0)
+    length = models.GeneratedField(
+        expression=Length("text"), output_field=models.IntegerField(), db_persist=True
+    )
 
     def __str__(self) -> str:
         return self.slug

@@ -155,14 +155,16 @@ def _facts(connection: Any, model: Any) -> dict[str, Any]:
 def _changed(connection: Any, model: Any, field: VersionField) -> str:
     """Return the condition that a column has changed that is not ignored."""
     ignored = {model._meta.get_field(name).column for name in field.ignore_fields}
-    ignored.add(field.column)
+    columns = {one.column for one in model._meta.local_concrete_fields}
+    # PostgreSQL computes generated columns after the trigger.
+    generated = {one.column for one in model._meta.local_fields if one.generated}
+    ignored |= generated | {field.column}
     if connection.vendor == "postgresql":
         names = ", ".join(f"'{name}'" for name in sorted(ignored))
         others = f"to_jsonb({{}}) - ARRAY[{names}]"
         return f" AND {others.format('NEW')} <> {others.format('OLD')}"
-    columns = {one.column for one in model._meta.local_concrete_fields} - ignored
     changes = " OR ".join(
         CHANGED[connection.vendor].format(column=connection.ops.quote_name(column))
-        for column in sorted(columns)
+        for column in sorted(columns - ignored)
     )
     return f" AND ({changes})"
