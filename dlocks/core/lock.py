@@ -33,7 +33,7 @@ from dlocks.runtime.coroutines import (
 )
 from dlocks.runtime.keeper import OUTSIDE_TIMEOUT, keeper
 from dlocks.runtime.requests import refuse_nested
-from dlocks.values import Duration, Holder, Waiter, seconds
+from dlocks.values import LONGEST_WAIT, Duration, Holder, Waiter, seconds
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
@@ -367,7 +367,9 @@ class MultiLock(Lock):
 
 def _limit(timeout: Duration | None) -> float | None:
     """Return the seconds to wait at most, or None."""
-    return None if timeout is None else seconds("timeout", timeout)
+    if timeout is None:
+        return None
+    return seconds("timeout", timeout, longest=LONGEST_WAIT)
 
 
 # The function that puts a function under a lock. The module of the decorators adds it,
