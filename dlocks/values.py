@@ -46,6 +46,9 @@ class HeldKey(NamedTuple):
     owner: str
     kept: bool = False
 
+    def __repr__(self) -> str:
+        return f"HeldKey(key={self.key!r}, kept={self.kept!r})"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
@@ -87,7 +90,7 @@ class WaitingClaim:
     """
 
     position: int
-    owner: str
+    owner: str = field(repr=False)
     holder: str
     owner_ip: str | None
     key: str
@@ -98,8 +101,8 @@ class WaitingClaim:
     # Whether all holds of the key have to end before the claim is granted.
     needs_all: bool
     # The owners of the live exclusive hold and of the live shared holds of the key.
-    held_by: str | None
-    shared_by: tuple[str, ...]
+    held_by: str | None = field(repr=False)
+    shared_by: tuple[str, ...] = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)

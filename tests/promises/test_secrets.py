@@ -9,6 +9,7 @@ from django.apps import apps
 from django.core.management import call_command
 
 from dlocks import LockLost, db_lock, db_rwlock, db_semaphore
+from dlocks.values import Claim, HeldKey, WaitingClaim
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -70,3 +71,26 @@ def test_a_dump_contains_no_secret_owner(threads, in_queue, tmp_path):
         assert successor.token > hold.token
     for one in shared:
         one.release()
+
+
+def test_no_value_of_a_backend_shows_an_owner():
+    """A debugger, a log or an error mail may show it."""
+    held = HeldKey("stock:7", "secret")
+    claim = Claim(key="stock:8", ttl=30, owner="secret", holding=(held,))
+    waiting = WaitingClaim(
+        position=1,
+        owner="secret",
+        holder="web-3",
+        owner_ip=None,
+        key="stock:8",
+        waited=1.0,
+        silent=0.0,
+        holding=(held,),
+        permits=1,
+        needs_all=True,
+        held_by="secret",
+        shared_by=("secret",),
+    )
+    shown = f"{held!r} {claim!r} {waiting!r}"
+    assert "secret" not in shown
+    assert {"stock:7", "stock:8", "web-3"} <= {*shown.replace("'", " ").split()}
