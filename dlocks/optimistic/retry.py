@@ -102,7 +102,15 @@ def retry_on_conflict(
                         marker = TransactionMarker.before_callbacks(
                             transaction.get_connection(using)
                         )
-                        return function(*args, **kwargs)
+                        result = function(*args, **kwargs)
+                        if inspect.iscoroutine(result):
+                            result.close()
+                            raise TypeError(
+                                f"{name} returned a coroutine, which would run after"
+                                " the transaction. Make it an 'async def', or mark it"
+                                " with asgiref.sync.markcoroutinefunction()."
+                            )
+                        return result
                 except Exception as error:
                     if marker is not None and marker.committed:
                         # A callback of on_commit() raised it.

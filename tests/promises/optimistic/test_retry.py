@@ -382,6 +382,17 @@ def test_invalid_options_and_functions_are_refused():
             retry_on_conflict(backoff=0)(function)
 
 
+@pytest.mark.django_db(transaction=True)
+def test_a_function_that_returns_a_coroutine_is_refused():
+    """Its body would run after the transaction, and would not be retried."""
+
+    async def work():
+        raise AssertionError
+
+    with pytest.raises(TypeError, match=r"<lambda> returned a coroutine, which would"):
+        retry_on_conflict()(lambda: work())()
+
+
 def test_retries_sleep_between_attempts():
     slept = time.monotonic()
     delays = retry_on_conflict(2, backoff=0.05, jitter=False)
