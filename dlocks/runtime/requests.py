@@ -7,10 +7,13 @@ other.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from threading import get_ident
 from typing import Any, TypeVar
+
+from django.views.decorators.debug import sensitive_variables
 
 from dlocks.exceptions import LockBackendError
 
@@ -26,6 +29,8 @@ REFUSED = (
 )
 
 
+# The variables of backends and drivers contain owners. Error mails must not show them.
+@sensitive_variables()
 def request(function: Callable[..., T], *arguments: Any, **keywords: Any) -> T:
     """Call a function that sends requests in this thread.
 
@@ -64,4 +69,4 @@ def nested_request() -> LockBackendError:
     return error
 
 
-_REQUEST = request.__code__
+_REQUEST = inspect.unwrap(request).__code__

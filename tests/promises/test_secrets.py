@@ -7,8 +7,10 @@ import threading
 import pytest
 from django.apps import apps
 from django.core.management import call_command
+from django.db import connection
+from django.views.debug import ExceptionReporter
 
-from dlocks import LockLost, db_lock, db_rwlock, db_semaphore
+from dlocks import LockBackendError, LockLost, db_lock, db_rwlock, db_semaphore
 from dlocks.values import Claim, HeldKey, WaitingClaim
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -71,6 +73,43 @@ def test_a_dump_contains_no_secret_owner(threads, in_queue, tmp_path):
         assert successor.token > hold.token
     for one in shared:
         one.release()
+
+
+def mail_about(error):
+    """Return what Django's error mail contains, without the frame of the test."""
+    reporter = ExceptionReporter(None, type(error), error, error.__traceback__.tb_next)
+    return reporter.get_traceback_text() + reporter.get_traceback_html()
+
+
+@pytest.mark.driver
+def test_error_mails_contain_no_owner():
+    """The frames of an error are those of dlocks, of Django and of the driver."""
+    hold, shared = db_lock("stock:7").acquire(), db_rwlock("doc").read().acquire()
+    names = [f"dlocks_{model}" for model in ("resourcelock", "lockclaim")]
+
+    def rename(before, after):
+        for name in names:
+            with connection.cursor() as cursor:
+                cursor.execute(f"ALTER TABLE {before}{name} RENAME TO {after}{name}")
+
+    def guard():
+        with hold.atomic():
+            raise AssertionError
+
+    mails = []
+    rename("", "moved_")
+    try:
+        for ask in (hold.check, hold.renew, guard, shared.check, shared.release):
+            with pytest.raises(LockBackendError) as raised:
+                ask()
+            mails.append(mail_about(raised.value))
+    finally:
+        rename("moved_", "")
+    hold.release()
+    for mail in mails:
+        assert "dlocks/backends/database/" in mail
+        assert hold.owner not in mail
+        assert shared.owner not in mail
 
 
 def test_no_value_of_a_backend_shows_an_owner():
