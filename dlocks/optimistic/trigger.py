@@ -22,7 +22,8 @@ class AddVersionTrigger(Operation):
 
     On SQLite, Django drops the trigger whenever it rebuilds a table. There, and for a
     field that is added to a model with ``ignore_fields``, put the operation again into
-    the migration that changes the model.
+    the migration that changes the model. Put it also behind a ``RenameField`` of the
+    version: elsewhere, each UPDATE fails while the trigger has the old name.
     """
 
     reduces_to_sql = True

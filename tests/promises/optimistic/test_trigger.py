@@ -109,6 +109,28 @@ def test_a_write_of_ignored_fields_is_left_alone():
         page.save()
 
 
+def test_the_operation_is_repeated_behind_a_rename_of_the_version():
+    before = state_of(Counter, Article)
+    after = before.clone()
+    rename = migrations.RenameField("Article", "version", "edition")
+    rename.state_forwards("tests", after)
+    again = AddVersionTrigger("Article")
+    Article.objects.create()
+    with trigger(Counter, Article):
+        with connection.schema_editor() as editor:
+            rename.database_forwards("tests", editor, before, after)
+            again.database_forwards("tests", editor, before, after)
+        try:
+            versions = after.apps.get_model("tests", "Article").objects
+            versions = versions.values_list("edition", flat=True)
+            read = versions.get()
+            execute("UPDATE tests_article SET title = 'b'")
+            assert versions.get() > read
+        finally:
+            with connection.schema_editor() as editor:
+                rename.database_backwards("tests", editor, after, before)
+
+
 def test_the_operation_can_be_repeated_reversed_and_removed():
     page = Page.objects.create(slug="a")
     add, remove = AddVersionTrigger("Page"), RemoveVersionTrigger("page")
