@@ -223,7 +223,7 @@ class VersionedModelForm(forms.ModelForm):  # type: ignore[type-arg]
             if isinstance(value, SEVERAL):
                 # Their order has no meaning.
                 value = sorted(map(str, value))
-        return json.dumps(value, default=str, sort_keys=True)
+        return json.dumps(value, default=_plain, sort_keys=True)
 
     def _is_touched(self, name: str, text: str | None) -> bool:
         """Return whether the submitted value differs from the one that was shown."""
@@ -245,6 +245,9 @@ class VersionedModelForm(forms.ModelForm):  # type: ignore[type-arg]
         value = json.loads(text)
         for column in self._meta.model._meta.concrete_fields:
             if column.name == name:
+                items = getattr(column, "base_field", None)
+                if items is not None and isinstance(value, list):
+                    value = [items.to_python(one) for one in value]
                 return column.to_python(value)
         # The field is only in the form.
         return None if isinstance(field, forms.MultiValueField) else value
@@ -279,6 +282,11 @@ class VersionedModelForm(forms.ModelForm):  # type: ignore[type-arg]
             )
         # The fields that both sides have changed come first.
         return sorted(differences, key=lambda one: not one.is_conflict)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value that JSON does not know as text, or a range as its bounds."""
+    return [value.lower, value.upper] if hasattr(value, "isempty") else str(value)
 
 
 def _is_hidden(field: forms.Field) -> bool:
