@@ -1,0 +1,339 @@
+"""The base class of the backends whose locks are rows of one table.
+
+A lease is a row with an ``end_time`` in the future. Each change of it is a committed
+transaction of its own. In transaction scope the row is written so that it is free as
+soon as the caller's transaction commits. Until then the database itself keeps all other
+callers away from it.
+
+``DatabaseBackend`` puts the parts of this package together. Each of them has its own
+state, and gets what it needs in its constructor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, ClassVar
+
+from django.db import transaction
+from django.db.backends.base.base import BaseDatabaseWrapper
+
+# functools has a mutex in Python 3.11, which a forked child could find locked.
+from django.utils.functional import cached_property
+
+from dlocks.backends import table as rules
+from dlocks.backends.base import Backend
+from dlocks.backends.database.checks import check_database
+from dlocks.backends.notifiers import Notifier, RecentKeys
+from dlocks.backends.relational.clock import ticks
+from dlocks.backends.relational.direct import Direct
+from dlocks.backends.relational.expiry import Observations
+from dlocks.backends.relational.holders import Holders
+from dlocks.backends.relational.inspector import DatabaseInspector
+from dlocks.backends.relational.maintenance import Maintenance
+from dlocks.backends.relational.notify import Notifications, send
+from dlocks.backends.relational.queue import Queue
+from dlocks.backends.relational.session import RowLockedError, Session
+from dlocks.backends.relational.several import Several
+from dlocks.backends.relational.store import Store
+from dlocks.backends.relational.transactions import TransactionLocks
+from dlocks.runtime.pools import is_pooled
+from dlocks.transactions import how_to_autocommit, in_testcase
+from dlocks.values import Claim, Grant, Holder, Ticket, seconds
+
+
+class DatabaseBackend(Backend):
+    """The base class of the database backends. A strategy decides how ``take()`` works.
+
+    ``database`` is an alias of DATABASES that accepts writes.
+
+    ``listen`` says whether waiters are notified of their turn. Processes on the same
+    host send each other datagrams. Processes on other hosts use NOTIFY on PostgreSQL
+    if the session belongs to the process alone, which ``True`` states. Otherwise they
+    poll. With ``False`` there are no notifications.
+
+    ``prepare`` says whether psycopg prepares the most frequent statements on the
+    server. Connections whose statements other code observes are excepted. By default
+    this needs a session that belongs to the process alone. With ``True`` it includes
+    poolers that support prepared statements.
+
+    ``history`` says whether each hold that ends is recorded in the history.
+
+    ``expiry`` says how other callers detect that a holder is gone. With ``"clock"`` it
+    is gone when its lease has ended by the database's clock. With ``"observed"`` it is
+    gone when its row has not changed for ttl and grace on the clock of the waiting
+    process. That is immune to clock steps, but it takes that long from the start of the
+    wait, and only waiters can do it. All processes need the same value, and no claim's
+    ttl may exceed the backend's.
+
+    ``deadlock_after`` is the number of seconds after which a caller that holds a key
+    and waits for another one looks for a deadlock. With ``None`` it does not look, and
+    is not found by others.
+    """
+
+    supports_transactions: ClassVar[bool] = True
+    supports_queue: ClassVar[bool] = True
+    supports_sharing: ClassVar[bool] = True
+    supports_handover: ClassVar[bool] = True
+    supports_guard: ClassVar[bool] = True
+    # Whether the row of a free key is deleted.
+    deletes: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        alias: str,
+        *,
+        database: str = "default",
+        listen: bool | None = None,
+        prepare: bool | None = None,
+        history: bool = False,
+        expiry: str = "clock",
+        deadlock_after: float | None = 1.0,
+        **options: Any,
+    ) -> None:
+        super().__init__(alias, **options)
+        if not isinstance(database, str):
+            raise TypeError(f"database must be an alias of DATABASES, not {database!r}")
+        for name, value in (("listen", listen), ("prepare", prepare)):
+            if value is not None and not isinstance(value, bool):
+                raise TypeError(f"{name} must be True, False or None, not {value!r}")
+        if not isinstance(history, bool):
+            raise TypeError(f"history must be True or False, not {history!r}")
+        if expiry not in ("clock", "observed"):
+            raise ValueError(f"expiry must be 'clock' or 'observed', not {expiry!r}")
+        self.database = database
+        self.history = history
+        self.expiry = expiry
+        if deadlock_after is not None:
+            self.deadlock_after = seconds("deadlock_after", deadlock_after)
+        observed = expiry == "observed"
+        contended = RecentKeys()
+        self.contended = contended
+        self.observations = Observations(self.ttl + self.grace) if observed else None
+        self.session = Session(database, prepare=prepare)
+        self.notifications = Notifications(self.session, listen=listen)
+        self.store = Store(
+            self.session,
+            self.run_outside,
+            self.notifications.send_on_commit,
+            grace=self.grace,
+            observations=self.observations,
+            deletes=self.deletes,
+        )
+        direct = Direct(self.store, self._advance, send)
+        self.queue = Queue(self.store, direct, contended)
+        self.holders = Holders(self.store, self.queue, direct)
+        self.transactions = TransactionLocks(self.store, self.holders, self.take)
+        self.several = Several(self.store)
+        self.maintenance = Maintenance(self.store, lambda: self.prefix)
+        self.inspector = DatabaseInspector(self)
+
+    def _advance(self, key: str) -> None:
+        with suppress(RowLockedError):
+            self.store.step(key, rules.tidy)
+
+    # Acquisition.
+
+    def take(self, claim: Claim) -> int | None:
+        """Take a key that is free or already the claim's, and return the token.
+
+        Return None if the key is not free. Raise RowLockedError if its row is locked.
+        """
+        raise NotImplementedError
+
+    def write(self, claim: Claim, version: int | None = None) -> int | None:
+        """Write the row of a free key in one statement, and return the token or None.
+
+        With a ``version``, the row must still have it.
+        """
+        inside = claim.scope == "transaction"
+        engine = self.session.engine
+        conditions = ["version = %(version)s"] if version is not None else []
+        if inside and engine.fresh:
+            conditions.append(engine.fresh)
+        reply = self.session.ask(
+            engine.acquire(" AND ".join(conditions)),
+            {
+                "key": claim.key,
+                # Free on commit. Until then the database itself keeps the row locked.
+                "status": "S" if inside else "P",
+                "owner": claim.owner,
+                "holder": self.store.fitted(claim.holder)[:255],
+                "owner_ip": claim.owner_ip,
+                "ttl": 0 if inside else ticks(claim.ttl),
+                "fair": claim.fair,
+                "version": version,
+            },
+        )
+        return reply.rows[0][0] if reply.rows else None
+
+    def acquire(self, claim: Claim) -> Grant | None:
+        self.store.refuse_unstorable(claim.key)
+        if claim.scope == "transaction" and not claim.shared:
+            if (grant := self.transactions.acquire(claim)) is None:
+                self.transactions.refuse_wait(
+                    claim, self.holder(claim.key), self.inspector.sharers
+                )
+            return grant
+        try:
+            if not claim.shared:
+                if (token := self.take(claim)) is not None:
+                    return Grant(token)
+                key = self.store.peek(claim.key)
+                if key is None:
+                    self.store.create([claim.key])
+                    if (token := self.take(claim)) is not None:
+                        return Grant(token)
+                elif not key.is_free and key.row.owner != claim.owner:
+                    return None
+            grant = self.store.step(claim.key, rules.acquire, claim)[0]
+        except RowLockedError:
+            grant = None
+        if grant is None and claim.scope == "transaction":
+            self.transactions.refuse_wait(
+                claim, self.holder(claim.key), self.inspector.sharers
+            )
+        return grant
+
+    def acquire_all(self, claims: Sequence[Claim]) -> Sequence[Grant] | None:
+        return self.several.acquire(claims)
+
+    def exchange(self, claim: Claim, successor: Claim) -> Grant | None:
+        return self.holders.exchange(claim, successor)
+
+    # What a holder does.
+
+    def renew(self, claims: Sequence[Claim]) -> Mapping[str, float]:
+        return self.holders.renew(claims)
+
+    def verify(self, claims: Sequence[Claim], count: int | None = None) -> bool:
+        return self.holders.verify(claims, count)
+
+    def pin(self, claim: Claim, database: str) -> bool:
+        return self.transactions.pin(claim, database)
+
+    def release(self, claim: Claim, *, failed: bool = False, keep: float = 0.0) -> bool:
+        if claim.scope == "transaction" and not claim.shared and self.in_transaction():
+            if self.deletes and not keep and self.connection.in_atomic_block:
+                # A row deleted by an open transaction would make all inserts wait.
+                transaction.on_commit(
+                    partial(self._tidy, claim.key), using=self.database, robust=True
+                )
+            status = "F" if failed else "S"
+            return self.transactions.release(claim, status, keep)
+        return self.holders.release(claim, failed=failed, keep=keep)
+
+    def _tidy(self, key: str) -> None:
+        self._advance(key)
+
+    def release_all(self, claims: Sequence[Claim], *, failed: bool = False) -> bool:
+        return self.several.release(claims, failed=failed)
+
+    # The queue.
+
+    def can_queue(self, claim: Claim) -> bool:
+        # In a TestCase, the row may be one that only its transaction sees. A session
+        # that queued the claim would wait for that transaction.
+        return claim.scope == "lease" or not in_testcase(self.connection)
+
+    def enqueue(
+        self, claim: Claim, channel: str = "", position: int | None = None
+    ) -> Ticket | None:
+        return self.queue.join(claim, channel, position)
+
+    def poll(
+        self, claims: Sequence[Claim], *, heartbeat: bool = True
+    ) -> Mapping[str, Ticket]:
+        return self.queue.poll(claims, heartbeat=heartbeat)
+
+    def waiting(self, key: str) -> int:
+        return self.queue.waiting(key)
+
+    def notifier(self, channel: str) -> Notifier | None:
+        return self.notifications.listener(channel)
+
+    # What people see and do.
+
+    def holder(self, key: str) -> Holder | None:
+        return self.maintenance.holder(key)
+
+    def clear(self, key: str, version: int, *, stale_only: bool = False) -> bool:
+        return self.maintenance.clear(key, version, stale_only=stale_only)
+
+    # Its place in the process.
+
+    @property
+    def grants_in_queue(self) -> bool:  # type: ignore[override]
+        return self.observations is None
+
+    @cached_property
+    def identity(self) -> str:
+        return f"database {self.database}"
+
+    @property
+    def connection(self) -> BaseDatabaseWrapper:
+        return self.session.connection
+
+    @property
+    def connect_first(self) -> Callable[[], object] | None:
+        connection = self.connection
+        if connection.connection is None and is_pooled(connection):
+            return lambda: self.session.raw
+        return None
+
+    @property
+    def renews_late(self) -> bool:
+        # While a transaction writes to SQLite, no lease can be renewed and no other
+        # caller can acquire a key.
+        return self.session.engine.one_writer
+
+    @property
+    def reads_inside(self) -> bool:
+        # What a TestCase has written is not committed, and will not be.
+        connection = self.connection
+        return in_testcase(connection) and not connection.needs_rollback
+
+    def in_transaction(self) -> bool:
+        return self.session.in_transaction
+
+    def run_outside(self, function: Callable[[], Any]) -> Any:
+        """Call a function outside of the caller's transaction, where that can be."""
+        if self.in_transaction() and not self.session.engine.one_writer:
+            return self.runtime.run(function)
+        return function()
+
+    def refusal(self, claim: Claim) -> str | None:
+        if claim.scope == "lease":
+            if self.session.engine.one_writer and self.in_transaction():
+                solution = "Acquire it before the transaction begins"
+                if not self.connection.in_atomic_block:
+                    # Autocommit is off, and every statement is in a transaction.
+                    solution = how_to_autocommit(self.database)
+                return (
+                    "SQLite has one writer, which may be the transaction open on"
+                    f" {self.database!r}. A lease could not be written beside it."
+                    f" {solution}."
+                )
+        elif claim.shared:
+            # A shared hold is not the lock row, which a transaction could keep.
+            if not self.store.is_alone:
+                return "A shared lock does not support scope='transaction'."
+        elif self.in_transaction() and not self.connection.in_atomic_block:
+            self.session.refuse_lost()
+        if (why := super().refusal(claim)) is not None:
+            return why
+        if self.observations is not None and claim.ttl > self.ttl:
+            return (
+                f"A ttl of {claim.ttl:g} s is too long. With expiry='observed', other"
+                f" callers watch a row for the ttl of the backend ({self.ttl:g} s), and"
+                " would treat a longer lease as expired. Raise OPTIONS['ttl'] in all"
+                " processes."
+            )
+        return None
+
+    def close(self) -> None:
+        self.connection.close()
+
+    def check(self) -> list[Any]:
+        return check_database(self.alias, self.database)

@@ -1,0 +1,102 @@
+"""The database's clock, as SQL and as expressions of Django's ORM.
+
+It shows the current time, and not the time at which the transaction began. PostgreSQL's
+``now()`` does not advance within a transaction. ``NOW()`` of MySQL and MariaDB is in
+the session's time zone. SQLite's ``unixepoch('subsec')`` is NULL before 3.42.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.models import BigIntegerField, Expression
+
+from dlocks.fields import ClockField
+
+# The current time, in the format of a ClockField.
+NOW = {
+    "postgresql": "clock_timestamp()",
+    "mysql": "UTC_TIMESTAMP(6)",
+    "sqlite": "(strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now') || '000')",
+}
+# The time that is a number of microseconds later.
+LATER = {
+    "postgresql": "(clock_timestamp() + {} * interval '1 microsecond')",
+    "mysql": "(UTC_TIMESTAMP(6) + INTERVAL {} MICROSECOND)",
+    "sqlite": (
+        "(strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now', printf('%%+.3f seconds', {} /"
+        " 1e6)) || '000')"
+    ),
+}
+# Microseconds since 1970. The clock of SQLite has a resolution of milliseconds.
+TICKS = {
+    "postgresql": "(EXTRACT(EPOCH FROM clock_timestamp()) * 1000000)::bigint",
+    "mysql": "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))",
+    "sqlite": "CAST((julianday('now') - 2440587.5) * 86400000 + 0.5 AS INTEGER) * 1000",
+}
+# The seconds from now until a time.
+SECONDS = {
+    "postgresql": "EXTRACT(EPOCH FROM {} - clock_timestamp())::double precision",
+    "mysql": "TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), {}) / 1e6",
+    "sqlite": "((julianday({}) - julianday('now')) * 86400.0)",
+}
+# The earliest time that is later than another one.
+NEXT = {
+    "postgresql": "({} + interval '1 microsecond')",
+    "mysql": "({} + INTERVAL 1 MICROSECOND)",
+    "sqlite": "(strftime('%%Y-%%m-%%d %%H:%%M:%%f', {}, '+0.001 seconds') || '000')",
+}
+
+
+class Now(Expression):
+    """The current time."""
+
+    output_field = ClockField()
+
+    def as_sql(self, compiler: Any, connection: BaseDatabaseWrapper) -> Any:
+        return NOW[connection.vendor], []
+
+
+class Ticks(Expression):
+    """Microseconds since 1970, the unit of tokens."""
+
+    output_field = BigIntegerField()
+
+    def as_sql(self, compiler: Any, connection: BaseDatabaseWrapper) -> Any:
+        return f"({TICKS[connection.vendor]})", []
+
+
+class After(Expression):
+    """The time that is ``seconds`` from now. They may be negative."""
+
+    output_field = ClockField()
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.ticks = ticks(seconds)
+
+    def as_sql(self, compiler: Any, connection: BaseDatabaseWrapper) -> Any:
+        return LATER[connection.vendor].format("%s"), [self.ticks]
+
+
+class At(Expression):
+    """A time that was read from the database, in seconds since 1970."""
+
+    output_field = ClockField()
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+
+    def as_sql(self, compiler: Any, connection: BaseDatabaseWrapper) -> Any:
+        if connection.vendor == "postgresql":
+            return "to_timestamp(%s)", [self.seconds]
+        date = datetime.fromtimestamp(self.seconds, UTC).replace(tzinfo=None)
+        return "%s", [date.isoformat(" ", "microseconds")]
+
+
+def ticks(seconds: float) -> int:
+    """Return a number of seconds in microseconds, the unit of tokens."""
+    return round(seconds * 1_000_000)

@@ -1,0 +1,136 @@
+"""The busiest steps of a contended key, in one round trip each.
+
+They follow the rules for one case: a live holder, and a first waiter that wants the key
+alone. In every other case they return None, and a step decides. On SQLite they are a
+few statements in one ``BEGIN IMMEDIATE``.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+from dlocks.backends.base import HANDOVER_LEASE, HEARTBEAT_TIMEOUT
+from dlocks.backends.relational import notify
+from dlocks.backends.relational.clock import LATER, ticks
+from dlocks.backends.relational.session import RowLockedError
+from dlocks.backends.relational.store import Store, to_text
+from dlocks.values import Claim, Ticket
+
+# Tries on InnoDB, where a statement skips a row that another one has locked.
+TRIES = 4
+
+COLUMNS = (
+    "key_resource, owner, holder, owner_ip, begin_time, end_time, hold_count, shared,"
+    " permits, scope, takeover, counted, handover_ttl, channel, holding"
+)
+VALUES = (
+    "%(key)s, %(owner)s, %(holder)s, {owner_ip}, {now}, {after:heard}, 0, %(shared)s,"
+    " %(permits)s, %(scope)s, %(takeover)s, %(counted)s, %(ttl)s, %(channel)s,"
+    " %(holding)s"
+)
+# The lease of a new holder, in microseconds. MIN() of SQLite is NULL without a waiter.
+LEASE = "COALESCE(MIN(first.handover_ttl, %(lease)s), 0)"
+
+
+def _statement(name: str) -> dict[str, str]:
+    found = {}
+    for vendor in ("postgresql", "mysql", "sqlite"):
+        path = Path(__file__).with_name(f"{vendor}_{name}.sql")
+        lines = [one.partition("--")[0] for one in path.read_text().splitlines()]
+        text = " ".join(" ".join(lines).split())
+        text = text.replace("{columns}", COLUMNS).replace("{values}", VALUES)
+        found[vendor] = text.replace("{after_lease}", LATER[vendor].format(LEASE))
+    return found
+
+
+HAND_OVER, JOIN = _statement("hand_over"), _statement("join")
+
+
+class Direct:
+    """The part that hands keys over and queues claims in one round trip.
+
+    ``advance`` is called with a key whose queue needs a step.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        advance: Callable[[str], Any],
+        send: Callable[[Collection[str]], None],
+    ) -> None:
+        self.store = store
+        self.session = store.session
+        self._advance = advance
+        self._send = send
+
+    def hand_over(self, claim: Claim, status: str) -> int | None:
+        """Release a key to its first waiter. Return the number of those left."""
+        parameters = {
+            "key": claim.key,
+            "owner": claim.owner,
+            "status": status,
+            "lease": ticks(HANDOVER_LEASE),
+            "near": notify.this_host() or "-",
+        }
+        text = HAND_OVER[self.session.engine.vendor]
+        if not (rows := self._rows(text, parameters)):
+            return None
+        # On SQLite, the channel comes from a second statement.
+        taken, waiters, *_ = rows[0]
+        if taken:
+            self._send({rows[0][2] if rows[0][2:] else rows[1][0]})
+        elif waiters:
+            # The waiters want shared holds, or joined after this had begun.
+            self._advance(claim.key)
+        return int(waiters)
+
+    def join(self, claim: Claim, channel: str) -> Ticket | None:
+        """Queue a claim for a key with a live holder.
+
+        Return None if the key is free, or reserved for the claim. Raise RowLockedError
+        if its row is locked.
+        """
+        parameters = {
+            "key": claim.key,
+            "owner": claim.owner,
+            "holder": self.store.fitted(claim.holder)[:255],
+            "owner_ip": claim.owner_ip,
+            "heard": ticks(HEARTBEAT_TIMEOUT),
+            "shared": claim.shared,
+            "permits": claim.permits,
+            "scope": "P" if claim.scope == "lease" else "S",
+            "takeover": claim.takeover,
+            "counted": True,
+            "ttl": ticks(claim.ttl),
+            "channel": channel,
+            "holding": to_text(claim.holding),
+        }
+        text = JOIN[self.session.engine.vendor]
+        for number in range(TRIES):
+            if self.session.in_transaction:
+                break
+            rows = self.session.packet(text, parameters, flush=False)
+            if not rows:
+                return None
+            if (position := rows[0][0]) is not None:
+                return Ticket(position=position)
+            time.sleep(random.uniform(0, 0.0005 * 2**number))  # noqa: S311 (jitter)
+        raise RowLockedError
+
+    def _rows(self, text: str, parameters: dict[str, Any]) -> Sequence[Any]:
+        if self.session.in_transaction:
+            # The request is a transaction of its own.
+            return ()
+        for number in range(TRIES):
+            try:
+                rows = self.session.packet(text, parameters)
+            except RowLockedError:
+                return ()
+            if not rows or rows[0][0] is not None:
+                return rows
+            time.sleep(random.uniform(0, 0.0005 * 2**number))  # noqa: S311 (jitter)
+        return ()

@@ -1,0 +1,121 @@
+"""The errors of a database: what they mean, and what remains after one."""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import suppress
+
+from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.utils import Error
+
+from dlocks.backends.relational.engines import Engine
+from dlocks.exceptions import LockBackendError
+
+# The functions of Django's cursor that call the driver.
+STATEMENTS = {
+    ("django.db.backends.utils", "_execute"),
+    ("django.db.backends.utils", "_executemany"),
+}
+
+
+def failure_of(
+    error: Error, database: str, engine: Engine | None, *, was_sent: bool = True
+) -> LockBackendError:
+    """Return the error of a request that failed, with the way out.
+
+    ``engine`` is None if it is not known yet.
+    """
+    what = (
+        f"A lock request to database {database!r} failed:"
+        f" {type(error).__name__}: {error}"
+    )
+    if is_unmigrated(error):
+        what = f"{what.rstrip()}. {how_to_migrate(database)}"
+    elif engine is not None and engine.code_of(error) in engine.read_only:
+        settings = engine.read_only_settings
+        what = f"{what.rstrip()}. The session cannot write: {settings}."
+    failure = LockBackendError(what)
+    failure.changed_nothing = not was_sent or is_refused(error, engine)
+    return failure
+
+
+def is_refused(error: Error, engine: Engine | None) -> bool:
+    """Return whether the server has refused to carry out the statement."""
+    if is_unmigrated(error):
+        return True
+    refused = engine.read_only | engine.denied if engine is not None else ()
+    return engine is not None and engine.code_of(error) in refused
+
+
+def how_to_migrate(database: str) -> str:
+    """Return a sentence about how to create the tables."""
+    return f"Run 'manage.py migrate dlocks --database {database}'."
+
+
+def interrupt_in(
+    error: BaseException | None, handled: BaseException | None
+) -> BaseException | None:
+    """Return the exception that interrupted a COMMIT, or None.
+
+    Django cleans up while the COMMIT is still running. This fails with an error of
+    its own, which hides the interrupt. ``handled`` is the exception that the caller
+    was already handling. It is in the context of every error.
+    """
+    while error is not None and error is not handled:
+        if not isinstance(error, Exception):
+            return error
+        error = error.__context__
+    return None
+
+
+def is_in_statement() -> bool:
+    """Return whether this thread is in a statement of Django's cursor.
+
+    Then a signal handler or the garbage collector has called this.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        module, name = frame.f_globals.get("__name__"), frame.f_code.co_name
+        if (module, name) in STATEMENTS:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def is_unmigrated(error: BaseException) -> bool:
+    """Return whether the error means that a table or column of dlocks is missing."""
+    if isinstance(error, LockBackendError) and error.__cause__ is not None:
+        error = error.__cause__
+    cause = error.__cause__
+    state = getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None)
+    # These are undefined_table and undefined_column of PostgreSQL, the codes of MySQL
+    # and MariaDB, and SQLite's messages.
+    return (
+        state in {"42P01", "42703"}
+        or error.args[:1] in {(1146,), (1054,)}
+        or any(words in str(error) for words in ("no such table", "no such column"))
+    )
+
+
+def abandon(connection: BaseDatabaseWrapper) -> None:
+    """Roll back and close a connection that was interrupted, perhaps at its COMMIT.
+
+    No transaction of the caller is open. Django does not know whether one of ours is,
+    and would treat the next one as nested.
+    """
+    connection.in_atomic_block = connection.needs_rollback = False
+    connection.savepoint_ids, connection.atomic_blocks = [], []
+    connection.run_on_commit = []
+    connection.closed_in_transaction = False
+    raw = connection.connection
+    if connection.vendor == "postgresql" and raw is not None:
+        # A rollback would wait for the statement that is still running.
+        with suppress(Exception):
+            raw.close()
+    elif raw is not None:
+        # Django does not close a database in memory.
+        with suppress(Exception):
+            raw.rollback()
+        connection.autocommit = True
+    with suppress(Exception):
+        connection.close()

@@ -1,0 +1,83 @@
+"""The history table: holds that have ended, written and deleted in batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from dlocks.backends.relational.clock import After
+from dlocks.backends.relational.store import Store
+from dlocks.models import HoldRecord, under
+
+if TYPE_CHECKING:
+    from dlocks.backends.database.history import EndedHold
+
+# Maximum number of records that one statement deletes.
+BATCH = 1000
+
+
+class HistoryTable:
+    """The part that records ended holds."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.session = store.session
+
+    @property
+    def records(self) -> Any:
+        return HoldRecord.objects.using(self.session.database)
+
+    def remember(self, finished: Sequence[EndedHold], now: float) -> None:
+        """Write ended holds to the history table.
+
+        ``now`` is the current time by the clock of ``finished``. A hold that is already
+        recorded is left unchanged.
+        """
+        records = [
+            HoldRecord(
+                key_resource=one.key,
+                token=one.token,
+                holder=self.store.fitted(one.holder)[:255],
+                owner_ip=one.owner_ip,
+                scope=one.scope[0].upper(),
+                shared=one.shared,
+                waited=one.waited,
+                begin_time=After(one.ended_at - one.held - now),
+                end_time=After(one.ended_at - now),
+                ending=one.ending,
+            )
+            for one in finished
+        ]
+
+        def insert() -> None:
+            with self.session.writing():
+                self.records.bulk_create(records, ignore_conflicts=True)
+
+        self.session.run(insert)
+
+    def delete_older_than(
+        self, older_than: float, prefix: str, *, dry_run: bool = False
+    ) -> Iterator[int]:
+        """Delete the records of holds that ended at least ``older_than`` seconds ago.
+
+        Delete in batches, and yield the number of records in each batch. With
+        ``dry_run``, only count them.
+        """
+        from dlocks.fields import After as AfterOnce
+
+        old = self.records.filter(under(prefix), end_time__lte=AfterOnce(-older_than))
+        if dry_run:
+            yield self.session.run(old.count)
+            return
+        oldest = old.order_by("end_time").values_list("pk", flat=True)
+
+        def delete(ids: Sequence[int]) -> int:
+            with self.session.writing():
+                return int(self.records.filter(pk__in=ids).delete()[0])
+
+        while found := self.session.run(_listed, oldest[:BATCH]):
+            yield self.session.run(delete, found)
+
+
+def _listed(rows: Any) -> list[int]:
+    return list(rows)

@@ -1,0 +1,54 @@
+"""Limits on how long SQLite waits for its writer, and on its flushes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from django.db.backends.base.base import BaseDatabaseWrapper
+
+# Milliseconds for which SQLite waits for its single writer within one attempt. This is
+# enough for a short write of another process.
+WRITER_WAIT = 100
+# The value of NORMAL for SQLite's setting "synchronous". With a write-ahead log, a
+# commit is then not flushed, and a crash can lose only the last commits.
+NORMAL = 1
+
+
+@contextmanager
+def writer_limits(connection: BaseDatabaseWrapper, *, flush: bool) -> Iterator[None]:
+    """Limit how long SQLite waits for its single writer, and its flushes."""
+    raw: Any = connection.connection
+    unless = connection.Database.Error  # type: ignore[attr-defined]
+    as_usual: list[str] = []
+    limits: list[str] = []
+    try:
+        # Reading a setting may require reading the file. The next statement reports the
+        # problem with the file.
+        ((wait,),) = raw.execute("PRAGMA busy_timeout").fetchall()
+        if wait > WRITER_WAIT:
+            limits.append(f"PRAGMA busy_timeout = {WRITER_WAIT}")
+            as_usual.append(f"PRAGMA busy_timeout = {wait}")
+        if not flush:
+            ((level,),) = raw.execute("PRAGMA synchronous").fetchall()
+            # With a rollback journal, the database depends on the order of the flushes.
+            ((mode,),) = raw.execute("PRAGMA journal_mode").fetchall()
+            if level > NORMAL and mode == "wal":
+                limits.append(f"PRAGMA synchronous = {NORMAL}")
+                as_usual.append(f"PRAGMA synchronous = {level}")
+    except unless:
+        limits.clear()
+    try:
+        for one in limits:
+            raw.execute(one)
+        # This is a generator instead of a class. A signal at the beginning of
+        # __exit__() would leave the setting changed.
+        yield
+    finally:
+        try:
+            for one in as_usual:
+                raw.execute(one)
+        except unless:
+            # After an interrupt the connection may be closed already.
+            pass

@@ -1,0 +1,261 @@
+"""The queue of a key, as its waiters use it: they join, send heartbeats and poll."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from django.db import IntegrityError
+
+from dlocks.backends import table as rules
+from dlocks.backends.base import HEARTBEAT_TIMEOUT
+from dlocks.backends.relational.clock import Now, ticks
+from dlocks.backends.relational.direct import Direct
+from dlocks.backends.relational.session import RowLockedError
+from dlocks.backends.relational.state import RESERVED, Key
+from dlocks.backends.relational.store import Store
+from dlocks.backends.table import KeyState, Moment
+from dlocks.values import Claim, Grant, Ticket
+
+logger = logging.getLogger("dlocks")
+
+# Seconds for which a poll waits for the row of a key that became free. Meanwhile no
+# notification is received, and transactions may have locked many keys.
+POLL_WAIT = 0.005
+# Seconds for which a claim that joins waits for the row. Others join at the same time.
+JOIN_WAIT = 0.2
+
+
+class Queue:
+    """The part that keeps waiters in the queue until their turn.
+
+    ``contended`` are the keys that had waiters when this process last used them. This
+    is only a hint.
+    """
+
+    def __init__(self, store: Store, direct: Direct, contended: set[str]) -> None:
+        self.store = store
+        self.session = store.session
+        self.direct = direct
+        self.contended = contended
+
+    # Joining.
+
+    def join(self, claim: Claim, channel: str, position: int | None) -> Ticket | None:
+        self.store.refuse_unstorable(claim.key)
+        self.contended.add(claim.key)
+        try:
+            joined = self.direct.join(claim, channel) if position is None else None
+            if joined is not None:
+                return joined
+            return self._join_by_step(claim, channel, position)
+        except IntegrityError:
+            # Another claim has this position.
+            return self.join(claim, channel, None)
+        except RowLockedError:
+            return self._join_locked(claim, channel, position)
+
+    def _join_by_step(self, claim: Claim, channel: str, position: int | None) -> Ticket:
+        ticket, key = self.store.step(
+            claim.key,
+            _enqueue,
+            claim,
+            position or sys.maxsize,
+            wait=JOIN_WAIT,
+            channel=channel,
+            position=position,
+        )
+        if not key.state.queue:
+            self.contended.discard(claim.key)
+        return ticket
+
+    def _join_locked(
+        self, claim: Claim, channel: str, position: int | None
+    ) -> Ticket | None:
+        """Join the queue of a key whose row another transaction has locked.
+
+        The row does not count the claim. The next step on the key does.
+        """
+        silent = not self.session.engine.commit_notifies
+        try:
+            self.session.run(self._insert, claim, channel, position)
+        except IntegrityError:
+            if position is not None and self.row_of(claim) is None:
+                return self._join_locked(claim, channel, None)
+        except RowLockedError:
+            # It may have been queued and granted without a known result.
+            return replace(RESERVED, unnotified=True)
+        key = self.store.read([claim.key]).get(claim.key)
+        ticket = key and key.ticket(claim)
+        if key is not None and key.state.is_held:
+            # A lease is released by a statement that notifies.
+            silent = False
+        return replace(ticket or RESERVED, unnotified=silent)
+
+    def _insert(self, claim: Claim, channel: str, position: int | None) -> None:
+        with self.session.writing():
+            self.store.insert_claim(claim, channel, position)
+
+    # Leaving.
+
+    def row_of(self, claim: Claim) -> Any:
+        """Return the row of a queued claim or a shared hold, or None."""
+        rows = self.store.claims.filter(owner=claim.owner).annotate(now=Now())
+        return self.session.run(rows.first)
+
+    def delete(self, claim: Claim) -> bool:
+        """Delete the row of a claim, unless another transaction has locked it."""
+        engine = self.session.engine
+        sql = engine.many("{claims}", "", "owner = %(owner)s", engine.returning)
+        with suppress(RowLockedError):
+            return self.session.ask(sql, {"owner": claim.owner}).changed == 1
+        return False
+
+    # Waiting.
+
+    def poll(self, claims: Sequence[Claim], *, heartbeat: bool) -> Mapping[str, Ticket]:
+        """Return the tickets of claims by owner. Free keys go to their next waiters.
+
+        A heartbeat also counts claims that joined while the row was locked.
+        """
+        if heartbeat:
+            self._hear([claim.owner for claim in claims])
+        tickets: dict[str, Ticket] = {}
+        open_claims = self._turns(claims, tickets, heartbeat=heartbeat)
+        by_key: dict[str, list[Claim]] = {}
+        for claim in open_claims:
+            by_key.setdefault(claim.key, []).append(claim)
+        found = self.store.read(list(by_key)) if by_key else {}
+        for name, mine in by_key.items():
+            tickets |= self._tickets(name, found.get(name), mine, heartbeat)
+        return tickets
+
+    def _hear(self, owners: Sequence[str]) -> None:
+        """Record a heartbeat of claims, except those that a step is granting."""
+        engine = self.session.engine
+        mine, parameters = self.session.one_of("owner", owners, "owner")
+        sql = engine.many(
+            "{claims}",
+            "end_time = {after:heard}",
+            f"{mine} AND version IS NULL",
+            engine.returning,
+        )
+        with suppress(RowLockedError):
+            heard = {"heard": ticks(HEARTBEAT_TIMEOUT)}
+            self.session.ask(sql, parameters | heard, flush=False)
+
+    def _turns(
+        self, claims: Sequence[Claim], tickets: dict[str, Ticket], *, heartbeat: bool
+    ) -> Sequence[Claim]:
+        """Add the tickets of claims whose key has a live exclusive holder.
+
+        Return the other claims. This is the usual answer to a notification and to a
+        heartbeat, and costs one plain statement, or two.
+        """
+        if self.store.observations is not None:
+            return claims
+        positions = self._positions(claims) if heartbeat else None
+        session = self.session
+        # Two claims of one process seldom wait for the same key.
+        names = list(dict.fromkeys(claim.key for claim in claims))
+        keys, parameters = session.one_of("key_resource", names, "key")
+        owners, more = session.one_of("owner", [one.owner for one in claims], "owner")
+        sql = session.engine.turns(keys, owners)
+        heads = {key: head for key, *head in session.ask(sql, parameters | more).rows}
+        rest = []
+        for claim in claims:
+            owner, token, left, ahead, uncounted = heads.get(
+                claim.key, ("", 0, 0.0, 0, 0)
+            )
+            if claim.key not in heads or (
+                heartbeat and uncounted and owner != claim.owner
+            ):
+                rest.append(claim)
+            elif owner == claim.owner:
+                tickets[owner] = Ticket(grant=Grant(token, float(left)))
+            elif positions is None or claim.owner in positions:
+                tickets[claim.owner] = Ticket(
+                    ahead=int(ahead),
+                    position=None if positions is None else positions[claim.owner],
+                    next_check=float(left) + self.store.grace,
+                )
+        return rest
+
+    def _positions(self, claims: Sequence[Claim]) -> dict[str, int]:
+        """Return the positions of the claims that are in the queue, by owner."""
+        queued = self.store.claims.filter(version__isnull=True)
+        queued = queued.filter(owner__in=[claim.owner for claim in claims])
+        return dict(self.session.run(list, queued.values_list("owner", "pk")))
+
+    def _tickets(
+        self, name: str, key: Key | None, mine: Sequence[Claim], heartbeat: bool
+    ) -> dict[str, Ticket]:
+        key, is_locked = self._advanced(name, key, mine, heartbeat)
+        tickets: dict[str, Ticket] = {}
+        silent = not self.session.engine.commit_notifies
+        for claim in mine:
+            ticket = None if key is None else key.ticket(claim)
+            if ticket is None:
+                continue
+            if is_locked:
+                # A claim without ``takeover`` waits for the transaction too.
+                ticket = replace(ticket, unnotified=silent, must_retry=False)
+            elif key is not None and key.is_silent:
+                ticket = replace(ticket, unnotified=silent)
+            tickets[claim.owner] = ticket
+        return tickets
+
+    def _advanced(
+        self, name: str, key: Key | None, mine: Sequence[Claim], heartbeat: bool
+    ) -> tuple[Key | None, bool]:
+        """Return a key after a step, if it needs one, and whether its row is locked."""
+        if key is not None and not (
+            key.can_advance or (heartbeat and key.has_uncounted)
+        ):
+            tickets = filter(None, map(key.ticket, mine))
+            if not any(one.must_retry and one is not RESERVED for one in tickets):
+                return key, False
+        # Its holder may have died. Or a transaction keeps its expired lease.
+        try:
+            after = self.store.step(name, rules.tidy, wait=POLL_WAIT)[1]
+        except RowLockedError:
+            return key, True
+        if self.store.observations is not None and key is not None:
+            _log_expiry(key, after)
+        return after, False
+
+    def waiting(self, key: str) -> int:
+        queued = self.store.claims.filter(key_resource=key, version__isnull=True)
+        count: int = self.session.run(queued.filter(end_time__gt=Now()).count)
+        return count
+
+
+def _log_expiry(before: Key, after: Key) -> None:
+    held = after.state.held
+    has_ended = before.state.is_held and held is not before.state.held
+    if has_ended and (held is None or held.takeover):
+        logger.warning(
+            "The lease on %r has expired: no renewal was observed for its ttl and the"
+            " grace.",
+            before.row.pk,
+        )
+
+
+def _enqueue(
+    state: KeyState, claim: Claim, position: int, at: Moment
+) -> tuple[KeyState, Ticket]:
+    """Queue a claim, as ``table.enqueue()`` does, in transaction scope as well."""
+    held = state.held
+    mine = held is not None and held.claim.owner == claim.owner
+    if mine and state.is_released and state.expires_in(at) > 0:
+        # It was queued, and the key is reserved for its transaction.
+        return state, RESERVED
+    after, ticket = rules.enqueue(state, claim, position, at)
+    granted = after.hold_of(claim) is not None and after.version > state.version
+    if granted and claim.scope == "transaction":
+        ticket = RESERVED
+    return after, ticket

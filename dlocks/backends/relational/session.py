@@ -1,0 +1,511 @@
+"""This thread's connection to one database: statements, transactions and errors."""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import Any, NamedTuple, TypeVar
+
+from django.core.exceptions import ImproperlyConfigured
+from django.db import transaction
+from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.utils import (
+    DatabaseError,
+    Error,
+    IntegrityError,
+    InterfaceError,
+    OperationalError,
+)
+
+# functools has a mutex in Python 3.11. A thread that waits there for a connection of a
+# pool would block the threads that have one.
+from django.utils.functional import cached_property
+
+from dlocks.backends.relational.engines import ENGINES, Engine
+from dlocks.backends.relational.failures import (
+    abandon,
+    failure_of,
+    how_to_migrate,
+    interrupt_in,
+    is_in_statement,
+    is_refused,
+)
+from dlocks.backends.relational.limits import writer_limits
+from dlocks.exceptions import LockBackendError
+from dlocks.runtime.connected import connection_of
+from dlocks.runtime.pools import close_lost
+from dlocks.runtime.requests import nested_request
+from dlocks.sql.schemas import find_tables, qualified, schema_of
+
+T = TypeVar("T")
+
+# Retries of a transaction that lost a race, and of one that the server has rolled back.
+# The nodes of a Galera cluster do that for as long as they write concurrently.
+RACES, CONFLICTS = 8, 40
+# The longest delay before a retry after a conflict, in seconds.
+CONFLICT_DELAY = 0.1
+# Maximum number of texts that are kept, and the longest of them, in characters.
+TEXTS, LONGEST_TEXT = 1000, 10_000
+
+
+class RowLockedError(Exception):
+    """Another transaction has locked what a statement needs. Nothing was changed."""
+
+
+class Reply(NamedTuple):
+    """The rows that a statement returned, and the number of those that it changed."""
+
+    rows: Sequence[Any]
+    changed: int
+
+
+class Session:
+    """The connection to a database, for each thread its own.
+
+    ``prepare`` says whether psycopg prepares our statements. By default it does if no
+    pooler is between it and the server.
+    """
+
+    def __init__(self, database: str, *, prepare: bool | None = None) -> None:
+        self.database = database
+        self.prepare = prepare
+        self._texts: dict[str, str] = {}
+        # The connection of psycopg that this thread used last, and a cursor that
+        # prepares, or None.
+        self._local = threading.local()
+
+    def of_alias(self, database: str) -> Session:
+        """Return the session of another alias of the same database."""
+        there = Session(database, prepare=self.prepare)
+        vars(there).update(engine=self.engine, schema=self.schema)
+        return there
+
+    @property
+    def connection(self) -> BaseDatabaseWrapper:
+        return connection_of(self.database)
+
+    @cached_property
+    def engine(self) -> Engine:
+        connection = self.connection
+        vendor = connection.vendor
+        if vendor == "mysql":
+            # Django queries the server once. This may fail like any statement.
+            try:
+                mariadb = connection.mysql_is_mariadb  # type: ignore[attr-defined]
+            except Error as error:
+                raise self._failure(error, was_sent=False) from error
+            vendor = "mariadb" if mariadb else vendor
+        if vendor not in ENGINES:
+            raise ImproperlyConfigured(
+                f"dlocks has no database backend for {vendor!r}. Use PostgreSQL,"
+                " MariaDB, MySQL or SQLite."
+            )
+        return ENGINES[vendor]
+
+    @property
+    def in_transaction(self) -> bool:
+        connection = self.connection
+        if connection.in_atomic_block:
+            return True
+        if connection.connection is None:
+            return not connection.settings_dict["AUTOCOMMIT"]
+        return not connection.autocommit
+
+    @property
+    def is_nested(self) -> bool:
+        """Return whether the open block is a savepoint of a caller's transaction."""
+        return bool(self.connection.savepoint_ids)
+
+    @property
+    def raw(self) -> Any:
+        """The connection of the driver, which differs after a reconnection."""
+        connection = self.connection
+        self._connect(connection)
+        return connection.connection
+
+    # The names of the tables.
+
+    @cached_property
+    def schema(self) -> str:
+        """The schema of the tables on PostgreSQL. See ``dlocks.sql.schemas``."""
+        connection = self.connection
+        schema = schema_of(connection, self.rows)
+        if schema or connection.vendor != "postgresql":
+            return schema
+        if refusal := find_tables(connection, self.rows).refusal(self.database):
+            raise ImproperlyConfigured(refusal)
+        failure = LockBackendError(
+            f"Database {self.database!r} is not migrated (no schema of its search path"
+            f" has 'dlocks_resourcelock'). {how_to_migrate(self.database)}"
+        )
+        failure.changed_nothing = True
+        raise failure
+
+    def sql(self, text: str) -> str:
+        """Return a statement with the names of the tables, and the engine's SQL."""
+        if (known := self._texts.get(text)) is not None:
+            return known
+        found = self.engine.fill(text)
+        for name in ("locks", "claims"):
+            table = {"locks": "dlocks_resourcelock", "claims": "dlocks_lockclaim"}[name]
+            quoted = qualified(table, self.connection, self.schema)
+            # FOR UPDATE OF requires the name of a table without its schema.
+            found = found.replace(f"{{of_{name}}}", quoted.rpartition(".")[2])
+            found = found.replace(f"{{{name}}}", quoted)
+        if len(text) <= LONGEST_TEXT:
+            if len(self._texts) >= TEXTS:
+                self._texts.clear()
+            self._texts[text] = found
+        return found
+
+    def one_of(
+        self, column: str, values: Sequence[Any], name: str
+    ) -> tuple[str, dict[str, Any]]:
+        """Return the condition that a column has one of the values, with parameters."""
+        if self.connection.vendor == "postgresql":
+            # One text, and one prepared statement, for any number of values.
+            return f"{column} = ANY (%({name})s)", {name: list(values)}
+        names = {f"{name}{number}": value for number, value in enumerate(values)}
+        return f"{column} IN ({', '.join(f'%({name})s' for name in names)})", names
+
+    # Statements.
+
+    def rows(self, sql: str, parameters: Mapping[str, Any]) -> Sequence[Any]:
+        return self.run(self.execute, sql, parameters).rows
+
+    def ask(
+        self, text: str, parameters: Mapping[str, Any], *, flush: bool = True
+    ) -> Reply:
+        """Execute one of our statements.
+
+        Raise RowLockedError if another transaction has locked what it needs.
+        Without ``flush``, a crash of the machine may lose the change (on SQLite).
+        """
+        return self.run(self.prepared, self.sql(text), parameters, flush=flush)
+
+    def execute(self, sql: str, parameters: Mapping[str, Any]) -> Reply:
+        """Execute a statement with Django's cursor."""
+        connection = self.connection
+        with connection.cursor() as cursor:
+            cursor.execute(sql, parameters)
+            # Fetch all rows, because an unfinished statement keeps SQLite's write lock.
+            rows: Sequence[Any] = cursor.fetchall() if cursor.description else ()
+            more = connection.vendor == "mysql" and cursor.nextset()
+            while more:
+                rows = cursor.fetchall() if cursor.description else rows
+                more = cursor.nextset()
+            return Reply(rows, cursor.rowcount)
+
+    def prepared(self, sql: str, parameters: Mapping[str, Any]) -> Reply:
+        """Execute a statement that returns rows, prepared by psycopg if it can be."""
+        connection = self.connection
+        if (cursor := self._preparing(connection)) is None:
+            return self.execute(sql, parameters)
+        with connection.wrap_database_errors:
+            cursor.execute(sql, parameters, prepare=True)
+            rows = cursor.fetchall()
+        return Reply(rows, cursor.rowcount)
+
+    def _preparing(self, connection: BaseDatabaseWrapper) -> Any:
+        """Return a cursor of psycopg that prepares, or None to use Django's.
+
+        Other code may observe the statements of Django's cursor. Then it gets them all.
+        Behind a pooler, the next statement may run in another session.
+        """
+        if (
+            connection.vendor != "postgresql"
+            or self.prepare is False
+            or connection.execute_wrappers
+            or connection.queries_logged
+            or connection.needs_rollback
+            or "cursor" in vars(connection)
+        ):
+            return None
+        connection.ensure_connection()
+        raw = connection.connection
+        known, cursor = getattr(self._local, "prepared", (None, None))
+        if known is not raw:
+            cursor = self._new_cursor(connection, raw)
+            self._local.prepared = raw, cursor
+        return cursor
+
+    def _new_cursor(self, connection: BaseDatabaseWrapper, raw: Any) -> Any:
+        # psycopg 2 has no such attribute.
+        if not hasattr(raw, "prepare_threshold"):
+            return None
+        if not (self.prepare or is_own_session(connection)):
+            return None
+        from psycopg import Cursor
+
+        if raw.prepare_threshold is None:
+            # Django's None excludes even statements that ask for it. With this number,
+            # no other statement is ever prepared.
+            raw.prepare_threshold = sys.maxsize
+        return Cursor(raw)
+
+    def packet(
+        self, text: str, parameters: Mapping[str, Any], *, flush: bool = True
+    ) -> Sequence[Any]:
+        """Execute a request that is a short transaction of its own.
+
+        It is one statement on PostgreSQL, several in one packet on InnoDB, and several
+        of which each may return rows on SQLite.
+        """
+        return self.run(self._packet, self.sql(text), parameters, flush=flush)
+
+    def _packet(self, sql: str, parameters: Mapping[str, Any]) -> Sequence[Any]:
+        engine = self.engine
+        if engine.vendor == "postgresql":
+            return self.prepared(sql, parameters).rows
+        statements = [sql]
+        if engine.one_writer:
+            # No other process is between them.
+            statements = ["BEGIN IMMEDIATE", *sql.split(";"), "COMMIT"]
+        if engine.compound:
+            statements = [engine.packet(sql)]
+        rows: list[Any] = []
+        try:
+            for one in statements:
+                rows += self.execute(one, parameters).rows
+        except DatabaseError:
+            # The failed request may have begun a transaction.
+            with suppress(Error), self.connection.cursor() as cursor:
+                cursor.execute("ROLLBACK")
+            raise
+        return rows
+
+    # Transactions.
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Open a short transaction, a step. The server ends it if this process stops.
+
+        In a TestCase it is a savepoint of the test's transaction.
+        """
+        connection = self.connection
+        if self.in_transaction:
+            with self._in_schema(), transaction.atomic(using=self.database):
+                yield
+            return
+        with self._limited_idle(connection), transaction.atomic(using=self.database):
+            yield
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Open a short transaction in which the ORM finds our tables.
+
+        The ORM qualifies the tables in SELECT alone. A step does this with the
+        statement that locks a row.
+        """
+        with self.transaction():
+            if self.connection.vendor == "postgresql" and not self.is_nested:
+                sql = "SELECT set_config('search_path', %(path)s, true)"
+                self.execute(sql, {"path": self.search_path})
+            yield
+
+    @contextmanager
+    def _in_schema(self) -> Iterator[None]:
+        """Let the ORM find our tables within a transaction of the caller."""
+        if self.connection.vendor != "postgresql":
+            yield
+            return
+        set_path = "SELECT set_config('search_path', %(path)s, true)"
+        path = "SELECT current_setting('search_path')"
+        ((usual,),) = self.execute(path, {}).rows
+        self.execute(set_path, {"path": self.search_path})
+        yield
+        # After an error, the rollback of the savepoint around it does this.
+        self.execute(set_path, {"path": usual})
+
+    @property
+    def search_path(self) -> str:
+        return self.connection.ops.quote_name(self.schema)
+
+    def _limited_idle(
+        self, connection: BaseDatabaseWrapper
+    ) -> AbstractContextManager[object]:
+        # On PostgreSQL, the statement that locks the row sets this.
+        return self._idle_limit(connection) if self.engine.idle else nullcontext()
+
+    @contextmanager
+    def _idle_limit(self, connection: BaseDatabaseWrapper) -> Iterator[None]:
+        """Let the server end the session if it idles for 2 s within the block."""
+        names = self.engine.idle
+        limits = (
+            f"@dlocks_{one} = @@SESSION.{one}, SESSION {one} = 2" for one in names
+        )
+        usual = (f"SESSION {one} = @dlocks_{one}" for one in names)
+        self.execute(f"SET {', '.join(limits)}", {})
+        session = connection.connection
+        try:
+            yield
+        finally:
+            if connection.connection is session:
+                try:
+                    self.execute(f"SET {', '.join(usual)}", {})
+                except Error:
+                    # The server may have ended the session.
+                    connection.close()
+
+    # Errors.
+
+    def run(self, work: Callable[..., T], *arguments: Any, flush: bool = True) -> T:
+        """Call ``work``, and retry it after lost races and lost connections.
+
+        It is one statement or one transaction, and may be executed twice. Raise
+        RowLockedError if another transaction has locked a row, and LockBackendError for
+        other errors.
+        """
+        connection, inside = self.connection, self.in_transaction
+        self._connect(connection)
+        handled = sys.exc_info()[1]
+        tries, reconnected, may_have_run = 0, False, False
+        while True:
+            session = connection.connection
+            try:
+                with self._limited_writer(connection, inside, flush):
+                    return work(*arguments)
+            except IntegrityError:
+                raise
+            except Error as error:
+                interrupt = None if inside else interrupt_in(error, handled)
+                if interrupt is not None:
+                    # The rollback has failed too.
+                    abandon(connection)
+                    raise interrupt from None
+                if self.engine.code_of(error) in self.engine.locked:
+                    raise RowLockedError from error
+                if inside:
+                    self._end_with_server(connection, error)
+                    raise self._failure(error) from error
+                if self._again(error, tries):
+                    tries += 1
+                elif not reconnected and self._is_lost(connection, session, error):
+                    reconnected = True
+                    # The server may have carried it out before the loss.
+                    may_have_run = not is_refused(error, self.engine)
+                else:
+                    self._drop_half_made(connection)
+                    failure = self._failure(error)
+                    failure.changed_nothing &= not may_have_run
+                    raise failure from error
+            except Exception:
+                raise
+            except BaseException:
+                if not inside:
+                    # The statement may still run, or its reply be unread.
+                    abandon(connection)
+                raise
+
+    def _connect(self, connection: BaseDatabaseWrapper) -> None:
+        raw = connection.connection
+        if raw is None:
+            try:
+                connection.ensure_connection()
+            except Error as error:
+                self._drop_half_made(connection)
+                raise self._failure(error, was_sent=False) from error
+        elif (lock := getattr(raw, "lock", None)) is not None and lock.locked():
+            # A signal handler has struck within a statement. A cursor of psycopg would
+            # wait for this lock, which its own thread has.
+            raise nested_request()
+
+    def _again(self, error: Error, tries: int) -> bool:
+        """Wait, and return whether to retry after this number of ``tries``."""
+        engine = self.engine
+        if (code := engine.code_of(error)) not in engine.lost_race:
+            return False
+        delay, most = 0.004 * 2**tries, RACES
+        if code in engine.rolled_back:
+            delay, most = min(delay, CONFLICT_DELAY), CONFLICTS
+        if tries >= most:
+            return False
+        time.sleep(random.uniform(0, delay))  # noqa: S311 (jitter)
+        return True
+
+    def _is_lost(
+        self, connection: BaseDatabaseWrapper, session: Any, error: Error
+    ) -> bool:
+        """Return whether the session is lost, and close what is left of it."""
+        code = self.engine.code_of(error)
+        if code in self.engine.read_only:
+            # The server became a replica. A pool would hand the session out again.
+            if connection.vendor == "postgresql" and connection.connection is not None:
+                with suppress(Exception):
+                    connection.connection.close()
+            close_lost(connection)
+            return True
+        if code in self.engine.desynchronised and is_in_statement():
+            # To close the connection would end the outer statement.
+            raise nested_request() from error
+        self._drop_half_made(connection)
+        if connection.connection is not session:
+            # PostgreSQL ends a session that idled in a step with an InternalError.
+            return True
+        if isinstance(error, (OperationalError, InterfaceError)) or (
+            code is None or code in self.engine.desynchronised
+        ):
+            if connection.is_usable():
+                return False
+            close_lost(connection)
+            return True
+        return False
+
+    def _drop_half_made(self, connection: BaseDatabaseWrapper) -> None:
+        """Close a failed connection that appears to be in a transaction.
+
+        No transaction was open, but the connection failed before it returned to
+        autocommit. Django would keep it, and treat the next atomic() as a nested one.
+        """
+        if connection.connection is not None and self.in_transaction:
+            abandon(connection)
+
+    def refuse_lost(self) -> None:
+        """Raise LockBackendError if only a lost connection turned autocommit off."""
+        # On other engines, autocommit is a matter of the client alone.
+        connection = self.connection
+        if (
+            connection.vendor == "mysql"
+            and connection.connection is not None
+            and not connection.is_usable()
+        ):
+            raise LockBackendError(
+                f"The connection to database {self.database!r} was lost while a"
+                " transaction ended. Close it with 'connection.close()', as Django does"
+                " at the end of a request."
+            )
+
+    def _end_with_server(self, connection: BaseDatabaseWrapper, error: Error) -> None:
+        """Let Django roll back a transaction that the server has rolled back.
+
+        Otherwise the later writes of the caller would be committed without the earlier
+        ones.
+        """
+        rolled_back = self.engine.code_of(error) in self.engine.rolled_back
+        if rolled_back and connection.in_atomic_block:
+            transaction.set_rollback(True, using=self.database)
+
+    def _failure(self, error: Error, *, was_sent: bool = True) -> LockBackendError:
+        engine = vars(self).get("engine")
+        return failure_of(error, self.database, engine, was_sent=was_sent)
+
+    def _limited_writer(
+        self, connection: BaseDatabaseWrapper, inside: bool, flush: bool
+    ) -> AbstractContextManager[object]:
+        if connection.vendor != "sqlite" or inside:
+            return nullcontext()
+        return writer_limits(connection, flush=flush)
+
+
+def is_own_session(connection: BaseDatabaseWrapper) -> bool:
+    """Return whether no pooler is between psycopg and the server.
+
+    A pooler reports an invented process id when a connection begins.
+    """
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT pg_backend_pid()")
+        return bool(cursor.fetchone()[0] == connection.connection.info.backend_pid)

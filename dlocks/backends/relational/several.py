@@ -1,0 +1,110 @@
+"""Operations on several keys: one transaction changes all of their rows, or none.
+
+It locks the rows in the order of their keys, and then writes them together. Each
+operation covers one case: keys without claims of other callers, and exclusive leases.
+In every other case it changes nothing, and the caller handles each key by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+from django.db.models import Case, CharField, Value, When
+
+from dlocks.backends import table as rules
+from dlocks.backends.relational.clock import After, Now
+from dlocks.backends.relational.session import RowLockedError
+from dlocks.backends.relational.state import Key
+from dlocks.backends.relational.store import BATCH, Store
+from dlocks.exceptions import LockStale
+from dlocks.values import Claim, Grant
+
+T = TypeVar("T")
+
+
+class Several:
+    """The part that acquires and releases several keys in one step."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+
+    def acquire(self, claims: Sequence[Claim]) -> Sequence[Grant] | None:
+        if not self._are_leases(claims):
+            return None
+
+        def work(keys: Sequence[Key]) -> Sequence[Grant] | None:
+            for key, claim in zip(keys, claims, strict=True):
+                if key.claims or key.row.shares:
+                    return None
+                grant = rules.acquire(key.state, claim, key.at)[1]
+                if grant is None or grant.takeover:
+                    # A stale key is taken over by a step of its own, so that the
+                    # takeover is recognized as one.
+                    return None
+            # It is larger than the token of each of them was.
+            token = max(max(key.row.version + 1, key.at.ticks) for key in keys)
+            holder = self.store.fitted(claims[0].holder)[:255]
+            for some in _batches(claims):
+                owners = [When(pk=one.key, then=Value(one.owner)) for one in some]
+                rows = self.store.locks.filter(pk__in=[one.key for one in some])
+                rows.update(
+                    status="P",
+                    owner=Case(*owners, output_field=CharField()),
+                    holder=holder,
+                    owner_ip=some[0].owner_ip,
+                    begin_time=Now(),
+                    end_time=After(some[0].ttl),
+                    hold_count=1,
+                    version=token,
+                    waiters=0,
+                )
+            return [Grant(token)] * len(claims)
+
+        return self._step(claims, work)
+
+    def release(self, claims: Sequence[Claim], *, failed: bool) -> bool:
+        if not self._are_leases(claims):
+            return False
+
+        def work(keys: Sequence[Key]) -> bool:
+            for key, claim in zip(keys, claims, strict=True):
+                if key.claims or key.row.owner != claim.owner:
+                    return False
+            for some in _batches(claims):
+                rows = self.store.locks.filter(pk__in=[one.key for one in some])
+                rows.update(
+                    status="F" if failed else "S",
+                    hold_count=0,
+                    end_time=Now(),
+                    waiters=0,
+                )
+            return True
+
+        # If a crash loses it, the leases expire.
+        return bool(self._step(claims, work, flush=False))
+
+    def _step(
+        self,
+        claims: Sequence[Claim],
+        work: Callable[[Sequence[Key]], T],
+        *,
+        flush: bool = True,
+    ) -> T | None:
+        try:
+            return self.store.step_all([one.key for one in claims], work, flush=flush)
+        except (RowLockedError, LockStale):
+            return None
+
+    def _are_leases(self, claims: Sequence[Claim]) -> bool:
+        if self.store.deletes:
+            # Its rows are inserted and deleted one by one.
+            return False
+        for claim in claims:
+            self.store.refuse_unstorable(claim.key)
+        return not any(one.shared or one.scope == "transaction" for one in claims)
+
+
+def _batches(claims: Sequence[Claim]) -> Iterator[Sequence[Claim]]:
+    for start in range(0, len(claims), BATCH):
+        yield claims[start : start + BATCH]

@@ -1,0 +1,539 @@
+"""The state of a key in the tables, and the step that changes it.
+
+A step is a short transaction: it locks the key's row with ``select_for_update()``,
+reads the key's claims, applies a rule of ``dlocks.backends.table`` to them, and saves
+the difference. The rules are there, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from django.core.exceptions import ImproperlyConfigured
+from django.db import IntegrityError
+from django.db.models import CharField, F, Func, Value
+
+from dlocks.backends.base import HEARTBEAT_TIMEOUT, UnstorableKeyError
+from dlocks.backends.relational.charset import fitted
+from dlocks.backends.relational.clock import After, At, Now, ticks
+from dlocks.backends.relational.expiry import Observations
+from dlocks.backends.relational.session import RowLockedError, Session
+from dlocks.backends.relational.state import Key, at_position, claim_of, is_unused
+from dlocks.backends.table import Held, KeyState, Moment, Waiting
+from dlocks.runtime import clock
+from dlocks.transactions import in_testcase
+from dlocks.values import Claim
+
+if TYPE_CHECKING:
+    from dlocks.models import LockClaim, ResourceLock
+
+T = TypeVar("T")
+
+# Seconds for which a step waits for a row that another step has locked.
+ROW_WAIT = 0.05
+# Seconds of silence after which a queued claim is deleted, and not only skipped.
+DELETE_AFTER = 10.0
+# Seconds left of a hold that certainly has not ended.
+MOMENT = 0.001
+# The maximum size in bytes of what a caller holds, as text. MySQL allows twice that.
+LONGEST_HOLDING = 32_000
+# Maximum number of rows that one statement reads or writes.
+BATCH = 500
+# Seconds after which the server ends a session that idles in a step.
+IDLE_LIMIT = "2s"
+
+
+class AbsentError(Exception):
+    """Some keys have no row. They are the argument."""
+
+
+class ChangedError(Exception):
+    """A claim left the queue without locking the key's row."""
+
+
+class Store:
+    """The two tables of one database."""
+
+    def __init__(
+        self,
+        session: Session,
+        run_outside: Callable[[Callable[[], Any]], Any],
+        notify: Callable[[Collection[str]], None],
+        *,
+        grace: float,
+        observations: Observations | None = None,
+        deletes: bool = False,
+    ) -> None:
+        self.session = session
+        self.grace = grace
+        # Detects dead holders if no clock is trusted.
+        self.observations = observations
+        # Whether the row of a free key is deleted.
+        self.deletes = deletes
+        # Calls a function outside of the caller's transaction.
+        self.run_outside = run_outside
+        # Notifies channels when the open transaction commits.
+        self.notify = notify
+
+    @property
+    def locks(self) -> Any:
+        return _models()[0].objects.using(self.session.database)
+
+    @property
+    def claims(self) -> Any:
+        return _models()[1].objects.using(self.session.database)
+
+    @property
+    def is_alone(self) -> bool:
+        """Return whether no other caller can exist beside the open transaction.
+
+        In a TestCase no other caller can wait, and a committed row would remain for the
+        next test.
+        """
+        session = self.session
+        return session.in_transaction and (
+            session.engine.one_writer or in_testcase(session.connection)
+        )
+
+    # What can be stored.
+
+    def fitted(self, text: str) -> str:
+        """Return a text with the characters escaped that the database cannot store."""
+        if text.isascii():
+            return text
+        return self.session.run(fitted, text, self.session.connection)
+
+    def refuse_unstorable(self, key: str) -> None:
+        if (fitted := self.fitted(key)) != key:
+            raise UnstorableKeyError(
+                f"The key {key!r} cannot be stored on database"
+                f" {self.session.database!r}. Its encoding, or the charset of the"
+                f" connection, lacks some characters ({fitted}). Use user_key(), which"
+                " makes keys of ASCII characters."
+            )
+
+    # Reading.
+
+    def read(self, keys: Sequence[str]) -> dict[str, Key]:
+        """Return keys as they are, without locking anything."""
+        return self.session.run(self._read, keys)
+
+    def peek(self, key: str) -> Key | None:
+        """Return a key without its claims."""
+        rows, asked_at = self.locks.annotate(now=Now()).filter(pk=key), clock.now()
+        found: list[Any] = self.session.run(list, rows)
+        return self._key(found[0], [], asked_at) if found else None
+
+    def _read(self, keys: Sequence[str]) -> dict[str, Key]:
+        # The claims come first. One that is granted in between is found in the row.
+        claims: dict[str, list[Any]] = {key: [] for key in keys}
+        asked_at = clock.now()
+        found = self.claims.filter(key_resource__in=keys).order_by("pk")
+        for claim in found.annotate(now=Now()):
+            claims[claim.key_resource].append(claim)
+        rows = self.locks.annotate(now=Now()).filter(pk__in=keys)
+        return {row.pk: self._key(row, claims[row.pk], asked_at) for row in rows}
+
+    def _key(
+        self, row: Any, claims: Sequence[Any], asked_at: float, mine: str = ""
+    ) -> Key:
+        # The row was read before or after the claims.
+        date = max(one.now for one in (row, *claims))
+        now = date.timestamp()
+        # On SQLite, and if no clock is trusted, an expired share that still exists
+        # belonged to its claim all the time.
+        unclocked = self.observations is not None or self.session.engine.one_writer
+        at = Moment(now, self.grace, ticks(now), date)
+        shares, queue = [], []
+        for one in claims:
+            end = self._end(one, now, asked_at)
+            if one.version is None:
+                queue.append(Waiting(claim_of(one), one.pk, end))
+            else:
+                if unclocked and one.owner == mine:
+                    end = max(end, now + MOMENT)
+                shares.append(
+                    Held(
+                        claim_of(one), one.version, one.begin_time, end, one.hold_count
+                    )
+                )
+        last = Claim(
+            key=row.pk,
+            ttl=0.0,
+            owner=row.owner,
+            holder=row.holder,
+            owner_ip=row.owner_ip,
+        )
+        end = self._end(row, now, asked_at)
+        held = Held(last, row.version, row.begin_time or date, end, row.hold_count)
+        state = KeyState(
+            row.version, held, row.status != "P", tuple(shares), tuple(queue)
+        )
+        return Key(row, claims, state, at)
+
+    def _end(self, row: Any, now: float, asked_at: float) -> float:
+        """Return when a lease ends, by the database's clock or by observation."""
+        end = float(row.end_time.timestamp())
+        waits = row.version is None or getattr(row, "status", "P") != "P"
+        if self.observations is None or waits:
+            return end
+        left = self.observations.note(row.pk, (row.version, end), asked_at)
+        return now + left - self.grace
+
+    # Steps.
+
+    def step(
+        self,
+        key: str,
+        rule: Callable[..., tuple[KeyState, T]],
+        *arguments: Any,
+        wait: float = ROW_WAIT,
+        in_turn: bool = False,
+        flush: bool = True,
+        **saving: Any,
+    ) -> tuple[T, Key]:
+        """Apply a rule to a key, and return its result and the key as it is now.
+
+        Raise RowLockedError if another transaction has locked the row for ``wait``
+        seconds. With ``in_turn``, it waits in the engine's own queue of the row, if
+        there is one, for up to a second.
+        """
+        mine = next((one.owner for one in arguments if isinstance(one, Claim)), "")
+
+        def work(turn: bool) -> tuple[T, Key]:
+            (locked,) = self._lock([key], wait, flush, mine, in_turn=turn)
+            return self.apply(locked, rule, *arguments, **saving), locked
+
+        # A number that the database draws may be taken by a claim that has brought it.
+        draws = saving.get("position") is None
+        return self._transaction(work, wait, draws=draws, in_turn=in_turn)
+
+    def step_all(
+        self,
+        keys: Sequence[str],
+        work: Callable[[Sequence[Key]], T],
+        *,
+        flush: bool = True,
+    ) -> T:
+        """Call ``work`` with several keys, given in order, that one step has locked."""
+
+        def locked(_: bool) -> T:
+            found: list[Key] = []
+            for start in range(0, len(keys), BATCH):
+                found += self._lock(keys[start : start + BATCH], ROW_WAIT, flush)
+            return work(found)
+
+        return self._transaction(locked, ROW_WAIT)
+
+    def _transaction(
+        self,
+        work: Callable[[bool], T],
+        wait: float,
+        *,
+        draws: bool = True,
+        in_turn: bool = False,
+    ) -> T:
+        """Call ``work`` in a transaction of its own, again after lost races."""
+        engine = self.session.engine
+        in_turn = in_turn and bool(engine.in_turn)
+
+        def attempt(turn: bool) -> T:
+            with self.session.transaction():
+                return work(turn)
+
+        deadline, pause, turn = time.monotonic() + wait, 0.001, False
+        while True:
+            try:
+                return self.session.run(attempt, turn)
+            except AbsentError as error:
+                self.create(sorted(error.args[0]))
+            except ChangedError:
+                pass
+            except IntegrityError:
+                if not draws:
+                    raise
+            except RowLockedError:
+                if engine.limits_waits or time.monotonic() > deadline:
+                    raise
+                turn = in_turn
+                if not turn:
+                    time.sleep(random.uniform(0, pause))  # noqa: S311 (jitter)
+                    pause = min(2 * pause, 0.016)
+
+    def _lock(
+        self,
+        keys: Sequence[str],
+        wait: float,
+        flush: bool,
+        mine: str = "",
+        *,
+        in_turn: bool = False,
+    ) -> list[Key]:
+        """Lock the rows of keys, in their order. Raise RowLockedError or AbsentError.
+
+        PostgreSQL waits up to ``wait`` seconds, in the order of arrival. It ends the
+        session if this process is stopped in the middle, and does not flush the commit
+        if a crash may lose it. The select list is evaluated before the row is locked.
+        """
+        session = self.session
+        if session.engine.one_writer and not self.is_alone:
+            # The first statement writes, because a transaction that has only read
+            # cannot always continue with a write.
+            self.locks.filter(pk__in=keys[:1]).update(waiters=F("waiters"))
+        if in_turn:
+            self._wait_in_turn(keys)
+        rows = self.locks.select_for_update(nowait=not (wait and self._limits))
+        asked_at = clock.now()
+        rows = rows.annotate(now=Now(), **self._settings(wait, flush))
+        locked = list(rows.filter(pk__in=keys).order_by("pk"))
+        if len(locked) < len(keys):
+            raise AbsentError({*keys} - {row.pk for row in locked})
+        # A second statement, since the first one may have waited for a row.
+        claims = self.claims.filter(key_resource__in=keys).annotate(now=Now())
+        found = list(claims.order_by("pk"))
+        by_key: dict[str, list[Any]] = {row.pk: [] for row in locked}
+        for one in found:
+            by_key[one.key_resource].append(one)
+        return [
+            self._without_kept(self._key(row, by_key[row.pk], asked_at, mine))
+            for row in locked
+        ]
+
+    @property
+    def _limits(self) -> bool:
+        """Return whether the statement that locks a row can set limits.
+
+        In a TestCase, they would stay.
+        """
+        return self.session.engine.limits_waits and not self.session.is_nested
+
+    def _settings(self, wait: float, flush: bool) -> dict[str, Any]:
+        """Return what the statement that locks a row sets for its transaction."""
+        if not self._limits:
+            return {}
+        settings = {
+            "lock_timeout": f"{max(1, round(wait * 1000))}ms",
+            "idle_in_transaction_session_timeout": IDLE_LIMIT,
+            # The ORM qualifies the tables in SELECT alone.
+            "search_path": self.session.search_path,
+        }
+        if not flush:
+            settings["synchronous_commit"] = "off"
+        return {
+            f"its_{name}": Func(
+                Value(name),
+                Value(value),
+                Value(True),
+                function="set_config",
+                output_field=CharField(),
+            )
+            for name, value in settings.items()
+        }
+
+    def _wait_in_turn(self, keys: Sequence[str]) -> None:
+        mine, parameters = self.session.one_of("key_resource", keys, "key")
+        sql = f"SELECT 1 FROM {{locks}} WHERE {mine} ORDER BY key_resource"
+        sql = self.session.sql(sql + self.session.engine.in_turn)
+        self.session.execute(sql, parameters)
+
+    def _without_kept(self, key: Key) -> Key:
+        """Return a locked key in which no share has ended that a transaction keeps."""
+        ended = [
+            one for one in key.state.shares if one.end + key.at.grace <= key.at.now
+        ]
+        if not ended:
+            return key
+        ids = {one.owner: one.pk for one in key.claims}
+        rows = self.claims.filter(pk__in=[ids[one.claim.owner] for one in ended])
+        free = {*rows.select_for_update(skip_locked=True).values_list("pk", flat=True)}
+        kept = [one for one in ended if ids[one.claim.owner] not in free]
+        for one in kept:
+            key.state = key.state.with_hold(one, replace(one, end=key.at.now + MOMENT))
+        return key
+
+    def apply(
+        self,
+        key: Key,
+        rule: Callable[..., tuple[KeyState, T]],
+        *arguments: Any,
+        status: str = "S",
+        channel: str = "",
+        position: int | None = None,
+    ) -> T:
+        """Apply a rule to a locked key, save what it changes, and return its result.
+
+        ``status`` is that of a released key. ``channel`` and ``position`` are those of
+        a claim that joins the queue.
+        """
+        before = key.state
+        after, result = rule(before, *arguments, at=key.at)
+        forgotten = key.at.now - DELETE_AFTER
+        heard = tuple(one for one in after.queue if one.end > forgotten)
+        after = replace(after, queue=heard)
+        shares = {held.claim.owner: held for held in after.shares}
+        queue = {one.claim.owner: one for one in after.queue}
+        rows = {one.owner: one for one in key.claims}
+        gone = [one for owner, one in rows.items() if owner not in {*shares, *queue}]
+        old = {held.claim.owner: held for held in before.shares}
+        written = [held for owner, held in shares.items() if held is not old.get(owner)]
+        self._delete_claims([one.pk for one in gone])
+        for held in written:
+            if held.claim.owner in rows:
+                self._write_share(rows[held.claim.owner], held, before.version)
+            else:
+                self.insert_claim(held.claim, held=held)
+        for owner, one in queue.items():
+            if owner not in rows:
+                new = self.insert_claim(one.claim, channel, position)
+                after, result = at_position(after, owner, new.pk, result)
+        self._write_row(key, before, after, status)
+        granted = {held.claim.owner for held in (after.held, *written) if held}
+        self.notify(
+            {
+                one.channel
+                for one in rows.values()
+                if one.version is None and one.owner in granted and one.channel
+            }
+        )
+        key.state = after
+        return result
+
+    def _delete_claims(self, ids: list[int]) -> None:
+        if not ids:
+            return
+        rows = self.claims.filter(pk__in=ids)
+        if self.session.engine.idle:
+            # On InnoDB, the DELETE would wait for a transaction that pins a claim.
+            list(rows.select_for_update(nowait=True).values_list("pk"))
+        if rows.delete()[0] < len(ids):
+            raise ChangedError
+
+    def _write_share(self, row: Any, held: Held, version: int) -> None:
+        changes: dict[str, Any] = {"end_time": At(held.end), "hold_count": held.count}
+        if held.token > version:
+            changes |= {"version": held.token, "begin_time": At(held.since.timestamp())}
+        if not self.claims.filter(pk=row.pk).update(**changes):
+            raise ChangedError
+
+    def insert_claim(
+        self,
+        claim: Claim,
+        channel: str = "",
+        position: int | None = None,
+        held: Held | None = None,
+    ) -> Any:
+        return self.claims.create(
+            id=position,
+            key_resource=claim.key,
+            owner=claim.owner,
+            holder=self.fitted(claim.holder)[:255],
+            owner_ip=claim.owner_ip,
+            begin_time=Now(),
+            end_time=At(held.end) if held else After(HEARTBEAT_TIMEOUT),
+            version=held.token if held else None,
+            hold_count=1 if held else 0,
+            shared=claim.shared,
+            permits=claim.permits,
+            scope="P" if claim.scope == "lease" else "S",
+            takeover=claim.takeover,
+            counted=True,
+            handover_ttl=ticks(claim.ttl),
+            channel=channel,
+            holding=to_text(claim.holding),
+        )
+
+    def _write_row(
+        self, key: Key, before: KeyState, after: KeyState, status: str
+    ) -> None:
+        held, row = after.held, key.row
+        changes: dict[str, Any] = {}
+        if held is None and before.held is not None:
+            changes = {"status": "F", "owner": "", "hold_count": 0, "end_time": Now()}
+        elif held is not None and held is not before.held:
+            changes = {"end_time": At(held.end)}
+            if held.token > before.version:
+                changes |= {
+                    "status": "P" if held.claim.scope == "lease" else "S",
+                    "owner": held.claim.owner,
+                    "holder": self.fitted(held.claim.holder)[:255],
+                    "owner_ip": held.claim.owner_ip,
+                    "begin_time": At(held.since.timestamp()),
+                    "hold_count": 1,
+                }
+            elif after.is_released:
+                changes |= {"status": status, "hold_count": 0}
+        for name, number in (
+            ("version", after.version),
+            ("waiters", len(after.live(key.at))),
+            ("shares", len(after.shares)),
+        ):
+            if getattr(row, name) != number:
+                changes[name] = number
+                setattr(row, name, number)
+        if self.deletes and is_unused(after, key.at):
+            self.locks.filter(pk=row.pk).delete()
+        elif changes:
+            self.locks.filter(pk=row.pk).update(**changes)
+
+    def create(self, keys: Iterable[str]) -> None:
+        """Create rows as free, in statements that are committed by themselves.
+
+        An uncommitted insert would make all other callers wait.
+        """
+        for key in keys:
+            with suppress(RowLockedError):
+                if self.session.in_transaction and not self.is_alone:
+                    self.run_outside(partial(self._create, key))
+                else:
+                    self._create(key)
+
+    def _create(self, key: str) -> None:
+        nothing = Claim(key=key, ttl=0.0, owner="")
+        self.insert(nothing, status="S", count=0)
+
+    def insert(self, claim: Claim, *, status: str = "P", count: int = 1) -> None:
+        """Insert the row of a claim, unless there is one. A crash may lose it.
+
+        Raise RowLockedError if another transaction has inserted it.
+        """
+        session = self.session
+        sql = session.engine.insertion(nested=session.in_transaction)
+        session.ask(
+            sql,
+            {
+                "key": claim.key,
+                "status": status,
+                "owner": claim.owner,
+                "holder": self.fitted(claim.holder)[:255],
+                "owner_ip": claim.owner_ip,
+                "ttl": ticks(claim.ttl),
+                "count": count,
+            },
+            flush=False,
+        )
+
+
+def to_text(holding: Iterable[Any]) -> str:
+    """Return the keys that a caller holds as JSON, or an empty text for none."""
+    holding = list(holding)
+    while len(text := json.dumps(holding)) > LONGEST_HOLDING:
+        # The deadlock may then stay unnoticed, and end by a timeout.
+        holding = holding[: len(holding) // 2]
+    return text if holding else ""
+
+
+def _models() -> tuple[type[ResourceLock], type[LockClaim]]:
+    try:
+        from dlocks.models import LockClaim, ResourceLock
+    except RuntimeError as error:
+        raise ImproperlyConfigured(
+            "Add 'dlocks' to INSTALLED_APPS, and run 'manage.py migrate'."
+        ) from error
+    return ResourceLock, LockClaim

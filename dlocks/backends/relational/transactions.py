@@ -1,0 +1,300 @@
+"""Locks in the caller's transaction, and leases that guard one.
+
+In transaction scope, the row is written so that it is free as soon as the transaction
+ends. Until then, the database's own row lock keeps all other callers away from it. A
+guard writes the row of its lease in the caller's transaction, whose end unlocks it. The
+row is written, not only locked, because the other nodes of a Galera cluster do not see
+row locks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from django.db import transaction
+
+from dlocks.backends import table as rules
+from dlocks.backends.relational.clock import Now, ticks
+from dlocks.backends.relational.holders import Holders
+from dlocks.backends.relational.session import RowLockedError, Session
+from dlocks.backends.relational.store import Store
+from dlocks.backends.table import KeyState, Moment
+from dlocks.exceptions import LockNotAwaitable, LockStale
+from dlocks.text import permits_taken
+from dlocks.values import UNLIMITED, Claim, Grant, Holder
+
+# Attempts to acquire a key that appears to be free, per call.
+FREE_TRIES = 3
+# The isolation levels at which each statement takes its own snapshot.
+STATEMENT_SNAPSHOTS = {"READ COMMITTED", "READ UNCOMMITTED"}
+
+
+class TransactionLocks:
+    """The part that keeps rows for the caller's transaction."""
+
+    def __init__(
+        self, store: Store, holders: Holders, take: Callable[[Claim], int | None]
+    ) -> None:
+        self.store = store
+        self.session = store.session
+        self.holders = holders
+        self._take = take
+
+    # Transaction scope.
+
+    def acquire(self, claim: Claim) -> Grant | None:
+        """Grant a key to the caller's transaction, by one statement within it.
+
+        A step would leave a row locked that is not granted. Steps run outside.
+        """
+        takeover = False
+        for _ in range(FREE_TRIES):
+            if (token := self._take_or_undo(claim)) is not None:
+                return Grant(token, takeover=takeover)
+            # This check comes first, since at SERIALIZABLE even a read locks the row on
+            # InnoDB.
+            self._refuse_unfit(claim)
+            key = self.store.peek(claim.key)
+            if key is None:
+                self.store.create([claim.key])
+            elif not key.is_free:
+                break
+            else:
+                step = partial(self.store.step, claim.key, _make_room, claim)
+                try:
+                    ended, _key = self._outside(step)
+                except RowLockedError:
+                    # A transaction holds the key.
+                    break
+                if ended is None:
+                    break
+                takeover |= ended
+        return None
+
+    def _outside(self, function: Callable[[], Any]) -> Any:
+        if self.store.is_alone:
+            return function()
+        return self.store.run_outside(function)
+
+    def _take_or_undo(self, claim: Claim) -> int | None:
+        """Acquire in a savepoint, so that a row that was not granted is unlocked.
+
+        PostgreSQL keeps a row locked that matched in the snapshot, and no longer
+        matches once it is locked (EvalPlanQual). On InnoDB, only the statement itself
+        can avoid that.
+        """
+        if not self.session.engine.unlocks:
+            with suppress(RowLockedError):
+                return self._take(claim)
+            return None
+        block = transaction.atomic(using=self.session.database)
+        with suppress(_NothingGrantedError, RowLockedError), block:
+            if (token := self._take(claim)) is None:
+                raise _NothingGrantedError
+            return token
+        return None
+
+    def _refuse_unfit(self, claim: Claim) -> None:
+        """Refuse a transaction whose snapshot may be older than the lock.
+
+        It would not show the changes of the last holder. One that ends when it meets a
+        locked row could not try at all.
+        """
+        database = self.session.database
+        if not self.session.engine.isolation:
+            return
+        level, rolls_back = self.isolation(self.session)
+        if level not in STATEMENT_SNAPSHOTS:
+            raise RuntimeError(
+                f"{claim.key!r} cannot be locked in this transaction, which runs at"
+                f" {level} on database {database!r}. Its snapshot may be older than the"
+                " lock and hide the last holder's changes. Acquire the lock before the"
+                " transaction begins, or run it at READ COMMITTED."
+            )
+        if rolls_back:
+            raise RuntimeError(
+                f"{claim.key!r} cannot be locked in this transaction. The server of"
+                f" database {database!r} runs with innodb_rollback_on_timeout=ON, so a"
+                " busy key would roll back the whole transaction. Acquire the lock"
+                " before the transaction begins, or with scope='lease'."
+            )
+
+    @staticmethod
+    def isolation(session: Session) -> tuple[str, bool]:
+        """Return the isolation level, and the effect of a lock wait timeout.
+
+        The second value is true if the timeout rolls back the whole transaction.
+        """
+        level, *rolls_back = session.rows(session.engine.isolation, {})[0]
+        return str(level).upper().replace("-", " "), any(rolls_back)
+
+    def refuse_wait(self, claim: Claim, holder: Holder | None, sharers: Any) -> None:
+        """Raise LockNotAwaitable where no other caller can release the key."""
+        if not self.session.engine.one_writer:
+            return
+        who = f"held by {holder or 'another caller'}"
+        if claim.permits < UNLIMITED:
+            shared, waiting = sharers(claim.key)
+            who = permits_taken(claim.permits, shared, waiting) if shared else who
+        raise LockNotAwaitable(
+            f"{claim.key!r} cannot be waited for inside a transaction: {who}."
+            " SQLite has one writer, so its holder cannot release it before this"
+            " transaction ends. Acquire the lock before the transaction.",
+            key=claim.key,
+            holder=holder,
+        )
+
+    def release(self, claim: Claim, status: str, keep: float) -> bool:
+        """Write the row as it is to be after the commit, and notify the next waiter."""
+        if self.session.connection.needs_rollback:
+            # The rollback releases it.
+            return True
+        engine = self.session.engine
+        parameters = self.holders.of(claim, status=status, keep=ticks(keep))
+        with suppress(RowLockedError):
+            if not self.session.ask(engine.release_on_commit(), parameters).changed:
+                return False
+            if not engine.tell_first:
+                self._notify_first(claim.key)
+            return True
+        return False
+
+    def _notify_first(self, key: str) -> None:
+        """Notify the first waiter of a key by datagram, when this commits."""
+        queued = self.store.claims.filter(key_resource=key, version__isnull=True)
+        first = queued.filter(end_time__gt=Now()).order_by("pk")
+        first = first.values_list("channel", flat=True)[:1]
+        channels: list[str] = self.session.run(list, first)
+        self.store.notify({*channels} - {""})
+
+    # Guards.
+
+    def pin(self, claim: Claim, database: str) -> bool:
+        """Renew a lease in the caller's transaction, whose end unlocks the row."""
+        session = self.session
+        if database != session.database:
+            # In the schema in which the hold was granted. Sessions of the other alias
+            # may begin with another search path.
+            session = session.of_alias(database)
+        condition = self.holders.condition(claim, live=not claim.late)
+        parameters = self.holders.of(claim)
+        read = partial(self._read, session, claim, condition, parameters)
+        write = partial(self._renew, session, claim, condition, parameters)
+        if session.engine.vendor == "mysql":
+            # One statement at READ COMMITTED. At another level it finds and locks
+            # nothing.
+            fresh = f"{condition} AND {session.engine.fresh}"
+            if self._renew(session, claim, fresh, parameters):
+                return True
+            level, rolls_back = self.isolation(session)
+            if level not in STATEMENT_SNAPSHOTS:
+                # A plain SELECT would take the transaction's snapshot. MariaDB then
+                # refuses to lock a row that changed since (innodb_snapshot_isolation,
+                # 11.6). The rows of a TestCase cannot be seen from outside.
+                if not self.store.is_alone:
+                    outside = partial(
+                        self._read, self.session, claim, condition, parameters
+                    )
+                    read = partial(self.store.run_outside, outside)
+                if claim.shared:
+                    if (found := read()) is None:
+                        return False
+                    parameters["id"] = found[1]
+                write = partial(
+                    self._renew_by_primary_key,
+                    session,
+                    claim,
+                    condition,
+                    parameters,
+                    rolls_back=rolls_back,
+                )
+
+        def left() -> float | None:
+            found = read()
+            return None if found is None else float(found[0])
+
+        return self.holders.retried(write, left, claim.key)
+
+    def _renew(
+        self,
+        session: Session,
+        claim: Claim,
+        condition: str,
+        parameters: Mapping[str, Any],
+    ) -> bool:
+        table = "{claims}" if claim.shared else "{locks}"
+        if not claim.shared:
+            condition = f"key_resource = %(key)s AND {condition}"
+        engine = session.engine
+        sql = engine.many(table, self.holders.renewed(), condition, engine.returning)
+        return session.ask(sql, parameters).changed == 1
+
+    def _read(
+        self,
+        session: Session,
+        claim: Claim,
+        condition: str,
+        parameters: Mapping[str, Any],
+    ) -> Any:
+        """Return the seconds left of the lease, and the id of a share, or None."""
+        table, primary = "{locks}", "key_resource"
+        if claim.shared:
+            table, primary = "{claims}", "id"
+        else:
+            condition = f"key_resource = %(key)s AND {condition}"
+        sql = f"SELECT {{left}}, {primary} FROM {table} WHERE {condition}"
+        return next(iter(session.rows(session.sql(sql), parameters)), None)
+
+    def _renew_by_primary_key(
+        self,
+        session: Session,
+        claim: Claim,
+        condition: str,
+        parameters: Mapping[str, Any],
+        *,
+        rolls_back: bool,
+    ) -> bool:
+        """Lock and write a row in an InnoDB transaction above READ COMMITTED.
+
+        Return False if the row is locked. At that level a search by another index, or
+        one that skips a locked row, also locks the gap beside the row until the
+        transaction ends. Then no session can insert a row there. A search by the whole
+        primary key does not lock the gap.
+        """
+        row, table = "key_resource = %(key)s", "{locks} FORCE INDEX (PRIMARY)"
+        if claim.shared:
+            row, table = "id = %(id)s", "{claims} FORCE INDEX (PRIMARY)"
+        lock = session.sql(f"SELECT 1 FROM {table} WHERE {row} FOR UPDATE NOWAIT")
+        try:
+            session.rows(lock, parameters)
+        except RowLockedError as error:
+            if rolls_back:
+                raise self.holders.locked(claim.key) from error
+            return False
+        what = self.holders.renewed()
+        sql = f"UPDATE {table} SET {what} WHERE {row} AND {condition}"
+        return session.ask(sql, parameters).changed == 1
+
+
+def _make_room(
+    state: KeyState, claim: Claim, at: Moment
+) -> tuple[KeyState, bool | None]:
+    """Let earlier waiters go first, and end a stale hold that the claim takes over.
+
+    Return whether a hold was ended, or None if the key is not free for the claim.
+    """
+    state = rules.admit(state, at) if claim.fair else rules.tidy(state, at)[0]
+    if state.expires_in(at) > 0 or (claim.fair and state.live(at)):
+        return state, None
+    if not state.is_held:
+        return rules.tidy(state, at)[0], False
+    if not claim.takeover:
+        raise LockStale(key=claim.key, holder=rules.holder(state, claim.key, at))
+    return rules.clear(state, state.version, at)[0], True
+
+
+class _NothingGrantedError(Exception):
+    """An exception that rolls back a savepoint."""
