@@ -17,6 +17,7 @@ from dlocks.backends.base import Backend
 from dlocks.backends.database.backend import DatabaseBackend
 from dlocks.backends.database.fragments import MICROSECONDS
 from dlocks.backends.memory import MemoryBackend
+from dlocks.backends.relational import DatabaseBackend as RelationalBackend
 from dlocks.conf import DEFAULT_ALIAS, backends
 from dlocks.core.hold import Hold, MultiHold
 from dlocks.core.lock import Lock
@@ -211,7 +212,7 @@ def _take(backend: Backend, claim: Claim) -> None:
 
 
 def _end_lease(backend: Backend, claim: Claim) -> None:
-    if isinstance(backend, MemoryBackend):
+    if isinstance(backend, (MemoryBackend, RelationalBackend)):
         backend.expire(claim, LONG_AGO)
         return
     if not isinstance(backend, DatabaseBackend):

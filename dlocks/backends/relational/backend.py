@@ -227,6 +227,11 @@ class DatabaseBackend(Backend):
     def _tidy(self, key: str) -> None:
         self._advance(key)
 
+    def expire(self, claim: Claim, ago: float) -> None:
+        """End the lease of a claim, ``ago`` seconds ago, for a test."""
+        if not self.holders.expire(claim, ago):
+            raise RuntimeError(f"{claim.key!r} is no longer held by {claim.holder}.")
+
     def release_all(self, claims: Sequence[Claim], *, failed: bool = False) -> bool:
         return self.several.release(claims, failed=failed)
 

@@ -245,6 +245,17 @@ class Holders:
         except RowLockedError as error:
             raise self.locked(claim.key) from error
 
+    def expire(self, claim: Claim, ago: float) -> bool:
+        """Let the lease of a claim have ended some seconds ago."""
+        condition = self.condition(claim, live=False)
+        sql = self.writing(claim, "end_time = {after:ttl}", condition)
+        parameters = {**self.of(claim), "ttl": -ticks(ago)}
+        return self.retried(
+            lambda: self.session.ask(sql, parameters).changed == 1,
+            lambda: self._left(claim, condition),
+            claim.key,
+        )
+
     # Release.
 
     def release(self, claim: Claim, *, failed: bool, keep: float) -> bool:

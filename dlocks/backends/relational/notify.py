@@ -191,7 +191,9 @@ class DatagramSocket:
         """Read all datagrams, and return whether there were any."""
         received = False
         with suppress(OSError):
-            while self.is_open:
+            while True:
+                if not self.is_open:
+                    break
                 os.read(self._number, 1)
                 received = True
         return received

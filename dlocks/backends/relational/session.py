@@ -194,10 +194,10 @@ class Session:
             cursor.execute(sql, parameters)
             # Fetch all rows, because an unfinished statement keeps SQLite's write lock.
             rows: Sequence[Any] = cursor.fetchall() if cursor.description else ()
-            more = connection.vendor == "mysql" and cursor.nextset()
-            while more:
+            while True:
+                if connection.vendor != "mysql" or not cursor.nextset():
+                    break
                 rows = cursor.fetchall() if cursor.description else rows
-                more = cursor.nextset()
             return Reply(rows, cursor.rowcount)
 
     def prepared(self, sql: str, parameters: Mapping[str, Any]) -> Reply:
