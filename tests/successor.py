@@ -6,8 +6,7 @@ replaces.
 
 from __future__ import annotations
 
-from dlocks.backends import database, relational
-from dlocks.backends.database import backend, strategies
+from tests.internals import database, database_backend, relational, strategies
 
 # What commands and the admin ask of the backend itself, and its part that has it.
 PARTS = {
@@ -25,7 +24,7 @@ def _part(part, name):
 
 def install() -> None:
     for name in relational.__all__:
-        for module in (database, backend, strategies):
+        for module in (database, database_backend, strategies):
             if hasattr(module, name):
                 setattr(module, name, getattr(relational, name))
     for part, names in PARTS.items():
@@ -36,9 +35,9 @@ def install() -> None:
     backend_class._contended_keys = property(lambda self: self.contended)
 
     def history(self):
-        from dlocks.backends.relational.history import HistoryTable
+        from tests.internals import RelationalHistory
 
-        return HistoryTable(self.store)
+        return RelationalHistory(self.store)
 
     def delete_older_than(self, older_than, **options):
         return history(self).delete_older_than(older_than, self.prefix, **options)

@@ -64,7 +64,12 @@ def long_queue():
     patch = pytest.MonkeyPatch()
     for module in ("table", "relational.direct"):
         patch.setattr(f"dlocks.backends.{module}.HANDOVER_LEASE", table.LONG)
-    for module in ("table", "relational.direct", "relational.store", "relational.queue"):
+    for module in (
+        "table",
+        "relational.direct",
+        "relational.store",
+        "relational.queue",
+    ):
         patch.setattr(f"dlocks.backends.{module}.HEARTBEAT_TIMEOUT", table.LONG)
     yield
     patch.undo()
