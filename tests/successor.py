@@ -6,6 +6,8 @@ replaces.
 
 from __future__ import annotations
 
+import os
+
 from tests.internals import database, database_backend, relational, strategies
 
 # What commands and the admin ask of the backend itself, and its part that has it.
@@ -33,6 +35,11 @@ def install() -> None:
 
     backend_class = relational.DatabaseBackend
     backend_class._contended_keys = property(lambda self: self.contended)
+
+    if os.environ.get("DLOCKS_TEST_PREPARE") == "0":
+        # A proxy finds the texts of statements only if psycopg sends them.
+        defaults = backend_class.__init__.__kwdefaults__
+        defaults["prepare"] = False
 
     def history(self):
         from tests.internals import RelationalHistory

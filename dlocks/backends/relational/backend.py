@@ -125,7 +125,7 @@ class DatabaseBackend(Backend):
         self.queue = Queue(self.store, direct, contended)
         self.holders = Holders(self.store, self.queue, direct)
         self.transactions = TransactionLocks(self.store, self.holders, self.take)
-        self.several = Several(self.store)
+        self.several = Several(self.store, self.holders)
         self.maintenance = Maintenance(self.store, lambda: self.prefix)
         self.inspector = DatabaseInspector(self)
 
@@ -148,12 +148,9 @@ class DatabaseBackend(Backend):
         With a ``version``, the row must still have it.
         """
         inside = claim.scope == "transaction"
-        engine = self.session.engine
-        conditions = ["version = %(version)s"] if version is not None else []
-        if inside and engine.fresh:
-            conditions.append(engine.fresh)
+        versioned = version is not None
         reply = self.session.ask(
-            engine.acquire(" AND ".join(conditions)),
+            self.session.engine.acquire(inside=inside, versioned=versioned),
             {
                 "key": claim.key,
                 # Free on commit. Until then the database itself keeps the row locked.

@@ -47,6 +47,12 @@ READ_VERSION = (
     "SELECT version FROM {locks} WHERE key_resource = %(key)s AND owner = %(owner)s AND"
     " hold_count > 0 AND (status <> 'P' OR end_time > {now})"
 )
+# The channel of the first waiter of a key that a transaction has released.
+FIRST_CHANNEL = (
+    "SELECT (SELECT channel FROM {claims} AS first WHERE first.key_resource = %(key)s"
+    " AND first.version IS NULL AND first.end_time > {now} ORDER BY id LIMIT 1) FROM"
+    " {locks} WHERE key_resource = %(key)s AND owner = %(owner)s AND hold_count = 0"
+)
 INSERT = (
     "INSERT INTO {locks} (key_resource, status, owner, holder, owner_ip, begin_time,"
     " end_time, hold_count, version) {values}"
@@ -85,7 +91,8 @@ class Engine:
     # may be older than the lock, and one that ends when it meets a locked row.
     isolation: str = ""
     fresh: str = ""
-    # Notifies the first waiter when the caller's transaction commits.
+    # Notifies the first waiter when the caller's transaction commits. Elsewhere, a
+    # process of the same host is sent a datagram then.
     tell_first: str = ""
     # The settings by which a session is ended that idles in a transaction.
     idle: tuple[str, ...] = ()
@@ -150,15 +157,21 @@ class Engine:
             template = template.replace(name, value)
         return self.fill(template + end)
 
-    def acquire(self, condition: str = "") -> str:
-        """Return the statement that grants a free key.
+    def acquire(self, *, inside: bool, versioned: bool) -> str:
+        """Return the statement that grants a free key, and returns the token.
 
-        It returns the token. With a ``condition``, the row has to meet it as well.
+        ``inside`` is for a caller's transaction. If ``versioned``, the row must have a
+        version.
         """
-        free = f"{FREE} AND {condition}" if condition else FREE
+        free, read = FREE, READ_VERSION
+        if versioned:
+            free += " AND version = %(version)s"
+        if inside and self.fresh:
+            # At SERIALIZABLE, even a read would lock the row.
+            free, read = f"{free} AND {self.fresh}", f"{read} AND {self.fresh}"
         if self.granted:
             return self.one(GRANT, free, self.granted)
-        return self.packet(self.one(GRANT, free), self.fill(READ_VERSION))
+        return self.packet(self.one(GRANT, free), self.fill(read))
 
     def release(self, *, flush: bool) -> str:
         """Return the statement by which a holder releases a key without waiters."""
@@ -168,10 +181,13 @@ class Engine:
     def release_on_commit(self) -> str:
         """Return the statement that writes what a commit makes of the row.
 
-        Claims that joined while the row was locked could not be counted in it.
+        Claims that joined while the row was locked could not be counted in it. It
+        returns the channel of the first waiter, unless it has notified that.
         """
         what = f"{RELEASE}, waiters = {{waiters}}"
-        return self.one(what, MINE, self.fill(self.tell_first))
+        if self.tell_first:
+            return self.one(what, MINE, self.tell_first)
+        return self.packet(self.one(what, MINE), self.fill(FIRST_CHANNEL))
 
     def insertion(self, *, nested: bool) -> str:
         """Return the statement that inserts a lock row, unless there is one.

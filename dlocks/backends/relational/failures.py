@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from contextlib import suppress
+from typing import Any
 
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import Error
@@ -11,6 +12,8 @@ from django.db.utils import Error
 from dlocks.backends.relational.engines import Engine
 from dlocks.exceptions import LockBackendError
 
+# The status of a connection of psycopg while a statement is running.
+ACTIVE = 1
 # The functions of Django's cursor that call the driver.
 STATEMENTS = {
     ("django.db.backends.utils", "_execute"),
@@ -53,16 +56,21 @@ def how_to_migrate(database: str) -> str:
 
 
 def interrupt_in(
-    error: BaseException | None, handled: BaseException | None
+    connection: Any, error: BaseException | None, handled: BaseException | None
 ) -> BaseException | None:
-    """Return the exception that interrupted a COMMIT, or None.
+    """Return the exception that interrupted a COMMIT on PostgreSQL, or None.
 
-    Django cleans up while the COMMIT is still running. This fails with an error of
-    its own, which hides the interrupt. ``handled`` is the exception that the caller
-    was already handling. It is in the context of every error.
+    Django cleans up while the COMMIT is still running. This fails with an error of its
+    own, which hides the interrupt. ``handled`` is the exception that the caller was
+    already handling. It is in the context of every error.
     """
+    raw = connection.connection
+    if connection.vendor != "postgresql" or raw is None:
+        return None
+    if raw.closed or raw.info.transaction_status != ACTIVE:
+        return None
     while error is not None and error is not handled:
-        if not isinstance(error, Exception):
+        if not isinstance(error, (Error, connection.Database.Error)):
             return error
         error = error.__context__
     return None

@@ -264,7 +264,7 @@ class Holders:
             return True
         if claim.shared or self.session.raw is session:
             return False
-        return self._was_released(claim, began)
+        return self.was_released(claim, began)
 
     def _release(self, claim: Claim, *, failed: bool, keep: float) -> bool:
         status = "F" if failed else "S"
@@ -360,8 +360,8 @@ class Holders:
             return False
         raise self.locked(claim.key)
 
-    def _was_released(self, claim: Claim, began: float) -> bool:
-        """Return whether a failed release already released the key before.
+    def was_released(self, claim: Claim, began: float) -> bool:
+        """Return whether a release that ``began`` at a time had succeeded before.
 
         The reply may be lost together with the session. The statements were then sent
         again, and it is unknown whether the first ones were executed.

@@ -26,7 +26,7 @@ class DatabaseInspector(Inspector):
     def taken_by(self, claim: Claim, token: int, age: float) -> str | None:
         if (fact := self._taken_in_admin(claim, age)) is not None or claim.shared:
             return fact
-        key = self.backend.store.peek(claim.key)
+        key = self.backend.store.peek(claim.key, by_clock=True)
         if key is None or key.row.version == token:
             return None
         holder = rules.holder(key.state, claim.key, key.at)
@@ -80,7 +80,9 @@ class DatabaseInspector(Inspector):
         names = queued.values_list("key_resource", flat=True).distinct()
         keys = store.session.run(list, names)
         return [
-            one for key in store.read(keys).values() for one in _waiting_claims(key)
+            one
+            for key in store.read(keys, by_clock=True).values()
+            for one in _waiting_claims(key)
         ]
 
 

@@ -323,7 +323,7 @@ class Maintenance:
 
     def holder(self, key: str) -> Holder | None:
         """Return the holder of a key, which may be stale, or None if it is free."""
-        found = self.store.read([key]).get(key)
+        found = self.store.read([key], by_clock=True).get(key)
         if found is None:
             return None
         holder = rules.holder(found.state, key, found.at)
@@ -331,7 +331,7 @@ class Maintenance:
 
     def sharers(self, key: str) -> Sequence[Holder]:
         """Return the holders that share a key. Live ones come first."""
-        found = self.store.read([key]).get(key)
+        found = self.store.read([key], by_clock=True).get(key)
         if found is None:
             return ()
         holders = [

@@ -35,7 +35,7 @@ from dlocks.backends.relational.failures import (
     is_refused,
 )
 from dlocks.backends.relational.limits import writer_limits
-from dlocks.exceptions import LockBackendError
+from dlocks.exceptions import LockBackendError, LockError
 from dlocks.runtime.connected import connection_of
 from dlocks.runtime.pools import close_lost
 from dlocks.runtime.requests import nested_request
@@ -52,7 +52,11 @@ CONFLICT_DELAY = 0.1
 TEXTS, LONGEST_TEXT = 1000, 10_000
 
 
-class RowLockedError(Exception):
+class StepError(Exception):
+    """A step, or a statement, that changed nothing and may be tried again."""
+
+
+class RowLockedError(StepError):
     """Another transaction has locked what a statement needs. Nothing was changed."""
 
 
@@ -257,6 +261,18 @@ class Session:
         """
         return self.run(self._packet, self.sql(text), parameters, flush=flush)
 
+    def requests(self, text: str, parameters: Mapping[str, Any]) -> Sequence[Any]:
+        """Execute statements within the caller's transaction, and return all rows.
+
+        They are one request, but for SQLite, which takes one at a time.
+        """
+        sql = self.sql(text)
+        statements = sql.split(";") if self.engine.one_writer else [sql]
+        rows: list[Any] = []
+        for one in statements:
+            rows += self.run(self.prepared, one, parameters).rows
+        return rows
+
     def _packet(self, sql: str, parameters: Mapping[str, Any]) -> Sequence[Any]:
         engine = self.engine
         if engine.vendor == "postgresql":
@@ -372,7 +388,7 @@ class Session:
             except IntegrityError:
                 raise
             except Error as error:
-                interrupt = None if inside else interrupt_in(error, handled)
+                interrupt = None if inside else interrupt_in(connection, error, handled)
                 if interrupt is not None:
                     # The rollback has failed too.
                     abandon(connection)
@@ -393,11 +409,12 @@ class Session:
                     failure = self._failure(error)
                     failure.changed_nothing &= not may_have_run
                     raise failure from error
-            except Exception:
+            except (StepError, LockError):
                 raise
             except BaseException:
+                # A signal, which can raise anything, has interrupted a statement. It
+                # may still run, or its reply be unread.
                 if not inside:
-                    # The statement may still run, or its reply be unread.
                     abandon(connection)
                 raise
 

@@ -14,10 +14,12 @@ from django.db.models import Case, CharField, Value, When
 
 from dlocks.backends import table as rules
 from dlocks.backends.relational.clock import After, Now
+from dlocks.backends.relational.holders import Holders
 from dlocks.backends.relational.session import RowLockedError
 from dlocks.backends.relational.state import Key
 from dlocks.backends.relational.store import BATCH, Store
 from dlocks.exceptions import LockStale
+from dlocks.runtime import clock
 from dlocks.values import Claim, Grant
 
 T = TypeVar("T")
@@ -26,8 +28,9 @@ T = TypeVar("T")
 class Several:
     """The part that acquires and releases several keys in one step."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, holders: Holders) -> None:
         self.store = store
+        self.holders = holders
 
     def acquire(self, claims: Sequence[Claim]) -> Sequence[Grant] | None:
         if not self._are_leases(claims):
@@ -81,8 +84,14 @@ class Several:
                 )
             return True
 
+        session, began = self.store.session.raw, clock.now()
         # If a crash loses it, the leases expire.
-        return bool(self._step(claims, work, flush=False))
+        if self._step(claims, work, flush=False):
+            return True
+        # The reply may be lost together with the session.
+        return self.store.session.raw is not session and all(
+            self.holders.was_released(claim, began) for claim in claims
+        )
 
     def _step(
         self,

@@ -24,7 +24,7 @@ from dlocks.backends.base import HEARTBEAT_TIMEOUT, UnstorableKeyError
 from dlocks.backends.relational.charset import fitted
 from dlocks.backends.relational.clock import After, At, Now, ticks
 from dlocks.backends.relational.expiry import Observations
-from dlocks.backends.relational.session import RowLockedError, Session
+from dlocks.backends.relational.session import RowLockedError, Session, StepError
 from dlocks.backends.relational.state import Key, at_position, claim_of, is_unused
 from dlocks.backends.table import Held, KeyState, Moment, Waiting
 from dlocks.runtime import clock
@@ -50,11 +50,11 @@ BATCH = 500
 IDLE_LIMIT = "2s"
 
 
-class AbsentError(Exception):
+class AbsentError(StepError):
     """Some keys have no row. They are the argument."""
 
 
-class ChangedError(Exception):
+class ChangedError(StepError):
     """A claim left the queue without locking the key's row."""
 
 
@@ -121,17 +121,22 @@ class Store:
 
     # Reading.
 
-    def read(self, keys: Sequence[str]) -> dict[str, Key]:
-        """Return keys as they are, without locking anything."""
-        return self.session.run(self._read, keys)
+    def read(self, keys: Sequence[str], *, by_clock: bool = False) -> dict[str, Key]:
+        """Return keys as they are, without locking anything.
 
-    def peek(self, key: str) -> Key | None:
+        ``by_clock`` trusts the database's clock in any case, to show them to people.
+        """
+        return self.session.run(self._read, keys, not by_clock)
+
+    def peek(self, key: str, *, by_clock: bool = False) -> Key | None:
         """Return a key without its claims."""
         rows, asked_at = self.locks.annotate(now=Now()).filter(pk=key), clock.now()
         found: list[Any] = self.session.run(list, rows)
-        return self._key(found[0], [], asked_at) if found else None
+        if not found:
+            return None
+        return self._key(found[0], [], asked_at, observed=not by_clock)
 
-    def _read(self, keys: Sequence[str]) -> dict[str, Key]:
+    def _read(self, keys: Sequence[str], observed: bool) -> dict[str, Key]:
         # The claims come first. One that is granted in between is found in the row.
         claims: dict[str, list[Any]] = {key: [] for key in keys}
         asked_at = clock.now()
@@ -139,10 +144,19 @@ class Store:
         for claim in found.annotate(now=Now()):
             claims[claim.key_resource].append(claim)
         rows = self.locks.annotate(now=Now()).filter(pk__in=keys)
-        return {row.pk: self._key(row, claims[row.pk], asked_at) for row in rows}
+        return {
+            row.pk: self._key(row, claims[row.pk], asked_at, observed=observed)
+            for row in rows
+        }
 
     def _key(
-        self, row: Any, claims: Sequence[Any], asked_at: float, mine: str = ""
+        self,
+        row: Any,
+        claims: Sequence[Any],
+        asked_at: float,
+        mine: str = "",
+        *,
+        observed: bool = True,
     ) -> Key:
         # The row was read before or after the claims.
         date = max(one.now for one in (row, *claims))
@@ -153,7 +167,7 @@ class Store:
         at = Moment(now, self.grace, ticks(now), date)
         shares, queue = [], []
         for one in claims:
-            end = self._end(one, now, asked_at)
+            end = self._end(one, now, asked_at if observed else None)
             if one.version is None:
                 queue.append(Waiting(claim_of(one), one.pk, end))
             else:
@@ -171,18 +185,18 @@ class Store:
             holder=row.holder,
             owner_ip=row.owner_ip,
         )
-        end = self._end(row, now, asked_at)
+        end = self._end(row, now, asked_at if observed else None)
         held = Held(last, row.version, row.begin_time or date, end, row.hold_count)
         state = KeyState(
             row.version, held, row.status != "P", tuple(shares), tuple(queue)
         )
         return Key(row, claims, state, at)
 
-    def _end(self, row: Any, now: float, asked_at: float) -> float:
+    def _end(self, row: Any, now: float, asked_at: float | None) -> float:
         """Return when a lease ends, by the database's clock or by observation."""
         end = float(row.end_time.timestamp())
         waits = row.version is None or getattr(row, "status", "P") != "P"
-        if self.observations is None or waits:
+        if self.observations is None or asked_at is None or waits:
             return end
         left = self.observations.note(row.pk, (row.version, end), asked_at)
         return now + left - self.grace

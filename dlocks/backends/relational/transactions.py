@@ -9,7 +9,7 @@ row locks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 from django.db import transaction
 
 from dlocks.backends import table as rules
-from dlocks.backends.relational.clock import Now, ticks
+from dlocks.backends.relational.clock import ticks
 from dlocks.backends.relational.holders import Holders
 from dlocks.backends.relational.session import RowLockedError, Session
 from dlocks.backends.relational.store import Store
@@ -152,23 +152,13 @@ class TransactionLocks:
         if self.session.connection.needs_rollback:
             # The rollback releases it.
             return True
-        engine = self.session.engine
+        sql = self.session.engine.release_on_commit()
         parameters = self.holders.of(claim, status=status, keep=ticks(keep))
+        rows: Sequence[Any] = ()
         with suppress(RowLockedError):
-            if not self.session.ask(engine.release_on_commit(), parameters).changed:
-                return False
-            if not engine.tell_first:
-                self._notify_first(claim.key)
-            return True
-        return False
-
-    def _notify_first(self, key: str) -> None:
-        """Notify the first waiter of a key by datagram, when this commits."""
-        queued = self.store.claims.filter(key_resource=key, version__isnull=True)
-        first = queued.filter(end_time__gt=Now()).order_by("pk")
-        first = first.values_list("channel", flat=True)[:1]
-        channels: list[str] = self.session.run(list, first)
-        self.store.notify({*channels} - {""})
+            rows = self.session.requests(sql, parameters)
+        self.store.notify({channel for (channel,) in rows if channel})
+        return bool(rows)
 
     # Guards.
 
