@@ -36,6 +36,7 @@ from dlocks.backends.relational.notify import Notifications, send
 from dlocks.backends.relational.queue import Queue
 from dlocks.backends.relational.session import RowLockedError, Session
 from dlocks.backends.relational.several import Several
+from dlocks.backends.relational.state import rounded
 from dlocks.backends.relational.store import Store
 from dlocks.backends.relational.transactions import TransactionLocks
 from dlocks.runtime.pools import is_pooled
@@ -184,7 +185,7 @@ class DatabaseBackend(Backend):
                         return Grant(token)
                 elif not key.is_free and key.row.owner != claim.owner:
                     return None
-            grant = self.store.step(claim.key, rules.acquire, claim)[0]
+            grant = rounded(self.store.step(claim.key, rules.acquire, claim)[0], claim)
         except RowLockedError:
             grant = None
         if grant is None and claim.scope == "transaction":

@@ -20,7 +20,9 @@ from dlocks.backends.relational.direct import Direct
 from dlocks.backends.relational.engines import HELD, LIVE, MINE, SHARED
 from dlocks.backends.relational.queue import Queue
 from dlocks.backends.relational.session import RowLockedError
+from dlocks.backends.relational.state import rounded
 from dlocks.backends.relational.store import BATCH, Store
+from dlocks.backends.table import KeyState, Moment
 from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
 from dlocks.values import Claim, Grant
@@ -239,11 +241,12 @@ class Holders:
 
     def exchange(self, claim: Claim, successor: Claim) -> Grant | None:
         try:
-            return self.store.step(
+            grant, _ = self.store.step(
                 claim.key, rules.exchange, claim, successor, wait=LAPSED_WAIT
-            )[0]
+            )
         except RowLockedError as error:
             raise self.locked(claim.key) from error
+        return rounded(grant, successor)
 
     def expire(self, claim: Claim, ago: float) -> bool:
         """Let the lease of a claim have ended some seconds ago."""
@@ -310,7 +313,15 @@ class Holders:
 
         The queue advances.
         """
-        rule = partial(rules.release, keep=keep)
+        released = False
+
+        def rule(state: KeyState, claim: Claim, at: Moment) -> tuple[KeyState, bool]:
+            nonlocal released
+            after, ended = rules.release(state, claim, at, keep)
+            # It may have been released before, and the reply was lost.
+            released = released or ended
+            return after, released
+
         began = clock.real_now()
         while True:
             try:

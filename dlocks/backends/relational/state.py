@@ -8,10 +8,12 @@ from typing import Any, TypeVar
 
 from dlocks.backends import table as rules
 from dlocks.backends.table import KeyState, Moment
-from dlocks.values import Claim, Ticket
+from dlocks.values import Claim, Grant, Ticket
 
 T = TypeVar("T")
 
+# Seconds that make no difference to a lease.
+MOMENT = 0.001
 # The ticket of a claim whose turn has come, in a transaction that it has to begin.
 RESERVED = Ticket(must_retry=True, position=0, next_check=0.1)
 
@@ -58,6 +60,16 @@ class Key:
         if self.is_reserved_for(claim):
             return RESERVED
         return rules.ticket(self.state, claim, self.at)
+
+
+def rounded(grant: Grant | None, claim: Claim) -> Grant | None:
+    """Return a grant without a lease that is the ttl but for a rounding error.
+
+    A shorter lease would be renewed at once.
+    """
+    if grant is None or grant.lease is None or grant.lease < claim.ttl - MOMENT:
+        return grant
+    return replace(grant, lease=None)
 
 
 def is_unused(state: KeyState, at: Moment) -> bool:

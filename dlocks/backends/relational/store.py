@@ -25,7 +25,13 @@ from dlocks.backends.relational.charset import fitted
 from dlocks.backends.relational.clock import After, At, Now, ticks
 from dlocks.backends.relational.expiry import Observations
 from dlocks.backends.relational.session import RowLockedError, Session, StepError
-from dlocks.backends.relational.state import Key, at_position, claim_of, is_unused
+from dlocks.backends.relational.state import (
+    MOMENT,
+    Key,
+    at_position,
+    claim_of,
+    is_unused,
+)
 from dlocks.backends.table import Held, KeyState, Moment, Waiting
 from dlocks.runtime import clock
 from dlocks.transactions import in_testcase
@@ -40,8 +46,6 @@ T = TypeVar("T")
 ROW_WAIT = 0.05
 # Seconds of silence after which a queued claim is deleted, and not only skipped.
 DELETE_AFTER = 10.0
-# Seconds left of a hold that certainly has not ended.
-MOMENT = 0.001
 # The maximum size in bytes of what a caller holds, as text. MySQL allows twice that.
 LONGEST_HOLDING = 32_000
 # Maximum number of rows that one statement reads or writes.
