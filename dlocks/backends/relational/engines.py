@@ -79,6 +79,8 @@ class Engine:
     # A term that adds nothing to a number. It limits how long an insert waits for a
     # transaction that has inserted the same row, and lets a crash lose the new row.
     insert_wait: str = ""
+    # Inserts the rows of many free keys in one statement.
+    create_many: str = ""
     greatest: str = "GREATEST"
     # The end of a statement that returns its token, and of one that returns anything.
     granted: str = ""
@@ -314,6 +316,15 @@ ENGINES: dict[str, Engine] = {
         insert_wait=(
             " + 0 * length(set_config('lock_timeout', '50ms', true) ||"
             " set_config('synchronous_commit', 'off', true))"
+        ),
+        create_many=(
+            INSERT.replace(
+                "{values}",
+                "SELECT one, 'S', '', '', NULL, NULL, {now}, 0 + 0 *"
+                " length(set_config('lock_timeout', '50ms', true)), {ticks} FROM"
+                " unnest(%(keys)s::text[]) AS one",
+            )
+            + " ON CONFLICT DO NOTHING RETURNING 1"
         ),
         granted=" RETURNING version",
         returning=" RETURNING 1",

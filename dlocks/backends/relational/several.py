@@ -8,9 +8,10 @@ In every other case it changes nothing, and the caller handles each key by itsel
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from django.db.models import Case, CharField, Value, When
+from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.models import CharField, Expression
 
 from dlocks.backends import table as rules
 from dlocks.backends.relational.clock import After, Now
@@ -23,6 +24,25 @@ from dlocks.runtime import clock
 from dlocks.values import Claim, Grant
 
 T = TypeVar("T")
+
+
+class OwnerOf(Expression):
+    """The owner of the claim on a row's key.
+
+    ``Case()`` of Django would take a millisecond for each key.
+    """
+
+    output_field = CharField()
+
+    def __init__(self, claims: Sequence[Claim]) -> None:
+        super().__init__()
+        self.claims = claims
+
+    def as_sql(self, compiler: Any, connection: BaseDatabaseWrapper) -> Any:
+        column = connection.ops.quote_name("key_resource")
+        cases = " ".join("WHEN %s THEN %s" for _ in self.claims)
+        names = [name for one in self.claims for name in (one.key, one.owner)]
+        return f"CASE {column} {cases} END", names
 
 
 class Several:
@@ -49,11 +69,10 @@ class Several:
             token = max(max(key.row.version + 1, key.at.ticks) for key in keys)
             holder = self.store.fitted(claims[0].holder)[:255]
             for some in _batches(claims):
-                owners = [When(pk=one.key, then=Value(one.owner)) for one in some]
                 rows = self.store.locks.filter(pk__in=[one.key for one in some])
                 rows.update(
                     status="P",
-                    owner=Case(*owners, output_field=CharField()),
+                    owner=OwnerOf(some),
                     holder=holder,
                     owner_ip=some[0].owner_ip,
                     begin_time=Now(),

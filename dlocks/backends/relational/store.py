@@ -500,21 +500,30 @@ class Store:
         elif changes:
             self.locks.filter(pk=row.pk).update(**changes)
 
-    def create(self, keys: Iterable[str]) -> None:
+    def create(self, keys: Sequence[str]) -> None:
         """Create rows as free, in statements that are committed by themselves.
 
         An uncommitted insert would make all other callers wait.
         """
-        for key in keys:
-            with suppress(RowLockedError):
-                if self.session.in_transaction and not self.is_alone:
-                    self.run_outside(partial(self._create, key))
-                else:
-                    self._create(key)
+        create = partial(self._create, keys)
+        if self.session.in_transaction and not self.is_alone:
+            self.run_outside(create)
+        else:
+            create()
 
-    def _create(self, key: str) -> None:
-        nothing = Claim(key=key, ttl=0.0, owner="")
-        self.insert(nothing, status="S", count=0)
+    def _create(self, keys: Sequence[str]) -> None:
+        session = self.session
+        many = session.engine.create_many and len(keys) > 1
+        if many and not session.in_transaction:
+            for start in range(0, len(keys), BATCH):
+                with suppress(RowLockedError):
+                    some = {"keys": keys[start : start + BATCH]}
+                    session.ask(session.engine.create_many, some)
+            return
+        for key in keys:
+            nothing = Claim(key=key, ttl=0.0, owner="")
+            with suppress(RowLockedError):
+                self.insert(nothing, status="S", count=0)
 
     def insert(self, claim: Claim, *, status: str = "P", count: int = 1) -> None:
         """Insert the row of a claim, unless there is one. A crash may lose it.
