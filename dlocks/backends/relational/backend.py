@@ -39,6 +39,7 @@ from dlocks.backends.relational.several import Several
 from dlocks.backends.relational.state import rounded
 from dlocks.backends.relational.store import Store
 from dlocks.backends.relational.transactions import TransactionLocks
+from dlocks.exceptions import LockStale
 from dlocks.runtime.pools import is_pooled
 from dlocks.transactions import how_to_autocommit, in_testcase
 from dlocks.values import Claim, Grant, Holder, Ticket, seconds
@@ -170,9 +171,7 @@ class DatabaseBackend(Backend):
         self.store.refuse_unstorable(claim.key)
         if claim.scope == "transaction" and not claim.shared:
             if (grant := self.transactions.acquire(claim)) is None:
-                self.transactions.refuse_wait(
-                    claim, self.holder(claim.key), self.inspector.sharers
-                )
+                self._refuse(claim)
             return grant
         try:
             if not claim.shared:
@@ -188,11 +187,24 @@ class DatabaseBackend(Backend):
             grant = rounded(self.store.step(claim.key, rules.acquire, claim)[0], claim)
         except RowLockedError:
             grant = None
-        if grant is None and claim.scope == "transaction":
-            self.transactions.refuse_wait(
-                claim, self.holder(claim.key), self.inspector.sharers
-            )
+        if grant is None:
+            self._refuse(claim)
         return grant
+
+    def _refuse(self, claim: Claim) -> None:
+        """Raise an error if waiting would not help."""
+        if not claim.takeover and self._is_stale(claim.key):
+            # Another caller had locked the row to check the same.
+            kept = self.maintenance.in_transactions([claim.key])
+            if not kept and self._is_stale(claim.key):
+                raise LockStale(key=claim.key, holder=self.holder(claim.key))
+        if claim.scope == "transaction" and self.session.engine.one_writer:
+            holder = self.holder(claim.key)
+            self.transactions.refuse_wait(claim, holder, self.inspector.sharers)
+
+    def _is_stale(self, key: str) -> bool:
+        found = self.store.peek(key)
+        return found is not None and found.state.is_held and found.is_free
 
     def acquire_all(self, claims: Sequence[Claim]) -> Sequence[Grant] | None:
         return self.several.acquire(claims)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from django.db.models import Exists, OuterRef, Q
@@ -267,29 +268,29 @@ class Maintenance:
         """
         if not rows or self.store.is_alone:
             return frozenset()
-        table = self.store.claims if shares else self.store.locks
-
-        def work() -> frozenset[Any]:
-            with self.session.transaction():
-                if self.session.engine.one_writer:
-                    # It fails if another transaction writes.
-                    table.filter(pk__in=rows[:1], version=None, pk=None).update(
-                        version=0
-                    )
-                    return frozenset(rows)
-                found = table.filter(pk__in=rows).select_for_update(skip_locked=True)
-                return frozenset(found.values_list("pk", flat=True))
-
         locked = frozenset(rows)
+        table, primary = ("{claims}", "id") if shares else ("{locks}", "key_resource")
+        if self.session.engine.one_writer:
+            # It fails if another transaction writes.
+            nothing = f"UPDATE {table} SET version = version WHERE {primary} IS NULL"
+            try:
+                self.session.ask(nothing, {})
+            except RowLockedError:
+                return locked
+            return frozenset()
+        index = " FORCE INDEX (PRIMARY)" if self.session.engine.idle else ""
         for number in range(LOCKED_TRIES):
             if number:
                 # Most statements lock a row for a moment only.
                 time.sleep(random.uniform(0, 0.002 * 2**number))  # noqa: S311 (jitter)
-            try:
-                # In a caller's transaction, a row that this locks would stay locked.
-                locked -= self.store.run_outside(lambda: self.session.run(work))
-            except RowLockedError:
-                return locked
+            mine, parameters = self.session.one_of(primary, [*locked], "row")
+            sql = (
+                f"SELECT {primary} FROM {table}{index} WHERE {mine} FOR UPDATE SKIP"
+                " LOCKED"
+            )
+            # In a caller's transaction, a row that this locks would stay locked.
+            found = self.store.run_outside(partial(self.session.ask, sql, parameters))
+            locked -= {row for (row,) in found.rows}
             if not locked:
                 break
         return locked

@@ -87,6 +87,8 @@ class Queue:
             if position is not None and self.row_of(claim) is None:
                 return self._join_locked(claim, channel, None)
         except RowLockedError:
+            if self.session.engine.one_writer:
+                return None
             # It may have been queued and granted without a known result.
             return replace(RESERVED, unnotified=True)
         key = self.store.read([claim.key]).get(claim.key)

@@ -132,9 +132,7 @@ class TransactionLocks:
         return str(level).upper().replace("-", " "), any(rolls_back)
 
     def refuse_wait(self, claim: Claim, holder: Holder | None, sharers: Any) -> None:
-        """Raise LockNotAwaitable where no other caller can release the key."""
-        if not self.session.engine.one_writer:
-            return
+        """Raise LockNotAwaitable, since no other caller can release the key."""
         who = f"held by {holder or 'another caller'}"
         if claim.permits < UNLIMITED:
             shared, waiting = sharers(claim.key)
