@@ -35,7 +35,6 @@ NAMES = {
     "database_backend": "dlocks.backends.database.backend",
     "strategies": "dlocks.backends.database.strategies",
     "relational": "dlocks.backends.relational",
-    "RelationalHistory": "dlocks.backends.relational.history:HistoryTable",
     "HistoryTable": "dlocks.backends.database.history:HistoryTable",
     "schemas": "dlocks.sql.schemas",
     "_with_limit": "dlocks.backends.database.sqlite:_with_limit",

@@ -41,13 +41,8 @@ def install() -> None:
         defaults = backend_class.__init__.__kwdefaults__
         defaults["prepare"] = False
 
-    def history(self):
-        from tests.internals import RelationalHistory
-
-        return RelationalHistory(self.store)
-
     def delete_older_than(self, older_than, **options):
-        return history(self).delete_older_than(older_than, self.prefix, **options)
+        return self.records.delete_older_than(older_than, self.prefix, **options)
 
     backend_class.delete_older_than = delete_older_than
-    backend_class.remember = property(lambda self: history(self).remember)
+    backend_class.remember = property(lambda self: self.records.remember)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any, ClassVar
 
 from django.db import transaction
@@ -29,6 +28,7 @@ from dlocks.backends.notifiers import Notifier, RecentKeys
 from dlocks.backends.relational.clock import ticks
 from dlocks.backends.relational.direct import Direct
 from dlocks.backends.relational.expiry import Observations
+from dlocks.backends.relational.history import HistoryTable
 from dlocks.backends.relational.holders import Holders
 from dlocks.backends.relational.inspector import DatabaseInspector
 from dlocks.backends.relational.maintenance import Maintenance
@@ -129,6 +129,7 @@ class DatabaseBackend(Backend):
         self.transactions = TransactionLocks(self.store, self.holders, self.take)
         self.several = Several(self.store, self.holders)
         self.maintenance = Maintenance(self.store, lambda: self.prefix)
+        self.records = HistoryTable(self.store)
         self.inspector = DatabaseInspector(self)
 
     def _advance(self, key: str) -> None:
@@ -227,15 +228,15 @@ class DatabaseBackend(Backend):
         if claim.scope == "transaction" and not claim.shared and self.in_transaction():
             if self.deletes and not keep and self.connection.in_atomic_block:
                 # A row deleted by an open transaction would make all inserts wait.
-                transaction.on_commit(
-                    partial(self._tidy, claim.key), using=self.database, robust=True
-                )
+                # Django logs the name of a callback that fails, and a partial() has
+                # none.
+                def tidy() -> None:
+                    self._advance(claim.key)
+
+                transaction.on_commit(tidy, using=self.database, robust=True)
             status = "F" if failed else "S"
             return self.transactions.release(claim, status, keep)
         return self.holders.release(claim, failed=failed, keep=keep)
-
-    def _tidy(self, key: str) -> None:
-        self._advance(key)
 
     def expire(self, claim: Claim, ago: float) -> None:
         """End the lease of a claim, ``ago`` seconds ago, for a test."""

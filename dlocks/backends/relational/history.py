@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from dlocks.backends.relational.clock import After
 from dlocks.backends.relational.store import Store
-from dlocks.models import HoldRecord, under
+from dlocks.fields import After as Once
 
 if TYPE_CHECKING:
     from dlocks.backends.database.history import EndedHold
@@ -25,6 +25,8 @@ class HistoryTable:
 
     @property
     def records(self) -> Any:
+        from dlocks.models import HoldRecord
+
         return HoldRecord.objects.using(self.session.database)
 
     def remember(self, finished: Sequence[EndedHold], now: float) -> None:
@@ -33,6 +35,8 @@ class HistoryTable:
         ``now`` is the current time by the clock of ``finished``. A hold that is already
         recorded is left unchanged.
         """
+        from dlocks.models import HoldRecord
+
         records = [
             HoldRecord(
                 key_resource=one.key,
@@ -63,9 +67,9 @@ class HistoryTable:
         Delete in batches, and yield the number of records in each batch. With
         ``dry_run``, only count them.
         """
-        from dlocks.fields import After as AfterOnce
+        from dlocks.models import under
 
-        old = self.records.filter(under(prefix), end_time__lte=AfterOnce(-older_than))
+        old = self.records.filter(under(prefix), end_time__lte=Once(-older_than))
         if dry_run:
             yield self.session.run(old.count)
             return

@@ -97,11 +97,7 @@ class Session:
         connection = self.connection
         vendor = connection.vendor
         if vendor == "mysql":
-            # Django queries the server once. This may fail like any statement.
-            try:
-                mariadb = connection.mysql_is_mariadb  # type: ignore[attr-defined]
-            except Error as error:
-                raise self._failure(error, was_sent=False) from error
+            mariadb = self._is_mariadb(connection)
             vendor = "mariadb" if mariadb else vendor
         if vendor not in ENGINES:
             raise ImproperlyConfigured(
@@ -109,6 +105,19 @@ class Session:
                 " MariaDB, MySQL or SQLite."
             )
         return ENGINES[vendor]
+
+    def _is_mariadb(self, connection: Any) -> bool:
+        # Django queries the server once. This may fail like any statement.
+        for number in range(2):
+            try:
+                return bool(connection.mysql_is_mariadb)
+            except Error as error:
+                known = connection.connection is not None and not number
+                if not known or self.in_transaction or is_in_statement():
+                    raise self._failure(error, was_sent=False) from error
+            # The connection was lost in an earlier statement, which was not ours.
+            connection.close()
+        raise AssertionError
 
     @property
     def in_transaction(self) -> bool:
@@ -319,7 +328,10 @@ class Session:
         """
         with self.transaction():
             if self.connection.vendor == "postgresql" and not self.is_nested:
-                sql = "SELECT set_config('search_path', %(path)s, true)"
+                sql = (
+                    "SELECT set_config('search_path', %(path)s, true),"
+                    " set_config('idle_in_transaction_session_timeout', '2s', true)"
+                )
                 self.execute(sql, {"path": self.search_path})
             yield
 

@@ -58,7 +58,7 @@ class Several:
 
         def work(keys: Sequence[Key]) -> Sequence[Grant] | None:
             for key, claim in zip(keys, claims, strict=True):
-                if key.claims or key.row.shares:
+                if key.claims or key.row.waiters or key.row.shares:
                     return None
                 grant = rules.acquire(key.state, claim, key.at)[1]
                 if grant is None or grant.takeover:
@@ -91,7 +91,8 @@ class Several:
 
         def work(keys: Sequence[Key]) -> bool:
             for key, claim in zip(keys, claims, strict=True):
-                if key.claims or key.row.owner != claim.owner:
+                others = key.claims or key.row.waiters
+                if others or key.row.owner != claim.owner:
                     return False
             for some in _batches(claims):
                 rows = self.store.locks.filter(pk__in=[one.key for one in some])
