@@ -106,18 +106,17 @@ class Session:
             )
         return ENGINES[vendor]
 
-    def _is_mariadb(self, connection: Any) -> bool:
+    def _is_mariadb(self, connection: Any, *, again: bool = True) -> bool:
         # Django queries the server once. This may fail like any statement.
-        for number in range(2):
-            try:
-                return bool(connection.mysql_is_mariadb)
-            except Error as error:
-                known = connection.connection is not None and not number
-                if not known or self.in_transaction or is_in_statement():
-                    raise self._failure(error, was_sent=False) from error
-            # The connection was lost in an earlier statement, which was not ours.
-            connection.close()
-        raise AssertionError
+        try:
+            return bool(connection.mysql_is_mariadb)
+        except Error as error:
+            again = again and connection.connection is not None
+            if not again or self.in_transaction or is_in_statement():
+                raise self._failure(error, was_sent=False) from error
+        # The connection was lost in an earlier statement, which was not ours.
+        connection.close()
+        return self._is_mariadb(connection, again=False)
 
     @property
     def in_transaction(self) -> bool:
