@@ -57,7 +57,7 @@ class HistoryTable:
             with self.session.writing():
                 self.records.bulk_create(records, ignore_conflicts=True)
 
-        self.session.run(insert)
+        self.session.unlocked(insert)
 
     def delete_older_than(
         self, older_than: float, prefix: str, *, dry_run: bool = False
@@ -71,7 +71,7 @@ class HistoryTable:
 
         old = self.records.filter(under(prefix), end_time__lte=Once(-older_than))
         if dry_run:
-            yield self.session.run(old.count)
+            yield self.session.unlocked(old.count)
             return
         oldest = old.order_by("end_time").values_list("pk", flat=True)
 
@@ -79,8 +79,8 @@ class HistoryTable:
             with self.session.writing():
                 return int(self.records.filter(pk__in=ids).delete()[0])
 
-        while found := self.session.run(_listed, oldest[:BATCH]):
-            yield self.session.run(delete, found)
+        while found := self.session.unlocked(_listed, oldest[:BATCH]):
+            yield self.session.unlocked(delete, found)
 
 
 def _listed(rows: Any) -> list[int]:

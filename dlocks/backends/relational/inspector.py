@@ -78,7 +78,7 @@ class DatabaseInspector(Inspector):
         store = self.backend.store
         queued = store.claims.filter(version__isnull=True).exclude(holding="")
         names = queued.values_list("key_resource", flat=True).distinct()
-        keys = store.session.run(list, names)
+        keys = store.session.unlocked(list, names)
         return [
             one
             for key in store.read(keys, by_clock=True).values()

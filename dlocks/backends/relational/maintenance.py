@@ -242,7 +242,7 @@ class Maintenance:
         rows, last = rows.order_by("pk"), None
         while True:
             more = rows if last is None else rows.filter(pk__gt=last)
-            page: list[Any] = self.session.run(list, more[:PAGE])
+            page: list[Any] = self.session.unlocked(list, more[:PAGE])
             if not page:
                 return
             yield page
@@ -289,7 +289,12 @@ class Maintenance:
                 " LOCKED"
             )
             # In a caller's transaction, a row that this locks would stay locked.
-            found = self.store.run_outside(partial(self.session.ask, sql, parameters))
+            ask = partial(self.session.ask, sql, parameters)
+            try:
+                found = self.store.run_outside(ask)
+            except RowLockedError:
+                # A table is locked.
+                return locked
             locked -= {row for (row,) in found.rows}
             if not locked:
                 break
@@ -314,7 +319,7 @@ class Maintenance:
         found: list[list[Any]] = []
         for rows in (locks, claims):
             newest = rows.order_by("-end_time").values_list("pk", flat=True)
-            found.append(self.session.run(list, newest[:PAGE]))
+            found.append(self.session.unlocked(list, newest[:PAGE]))
         with suppress(LockBackendError):
             return Kept(
                 self.in_transactions(found[0]),
@@ -356,7 +361,7 @@ class Maintenance:
     def row_of(self, key: str, kept: Kept = Kept()) -> Any:  # noqa: B008 (immutable)
         """Return the columns of a lock row and its ``state``, or None."""
         rows = self.store.locks.by_clock(kept).filter(pk=key)
-        return self.session.run(rows.values().first)
+        return self.session.unlocked(rows.values().first)
 
     def shares_of(self, key: str, kept: Kept) -> Any:
         """Return the query for the columns of the shared holds of a key."""

@@ -107,7 +107,7 @@ class Queue:
     def row_of(self, claim: Claim) -> Any:
         """Return the row of a queued claim or a shared hold, or None."""
         rows = self.store.claims.filter(owner=claim.owner).annotate(now=Now())
-        return self.session.run(rows.first)
+        return self.session.unlocked(rows.first)
 
     def delete(self, claim: Claim) -> bool:
         """Delete the row of a claim, unless another transaction has locked it."""
@@ -167,7 +167,8 @@ class Queue:
         keys, parameters = session.one_of("key_resource", names, "key")
         owners, more = session.one_of("owner", [one.owner for one in claims], "owner")
         sql = session.engine.turns(keys, owners)
-        heads = {key: head for key, *head in session.ask(sql, parameters | more).rows}
+        reply = session.unlocked(session.prepared, session.sql(sql), parameters | more)
+        heads = {key: head for key, *head in reply.rows}
         rest = []
         for claim in claims:
             owner, token, left, ahead, uncounted = heads.get(
@@ -191,7 +192,7 @@ class Queue:
         """Return the positions of the claims that are in the queue, by owner."""
         queued = self.store.claims.filter(version__isnull=True)
         queued = queued.filter(owner__in=[claim.owner for claim in claims])
-        return dict(self.session.run(list, queued.values_list("owner", "pk")))
+        return dict(self.session.unlocked(list, queued.values_list("owner", "pk")))
 
     def _tickets(
         self, name: str, key: Key | None, mine: Sequence[Claim], heartbeat: bool
@@ -232,7 +233,7 @@ class Queue:
 
     def waiting(self, key: str) -> int:
         queued = self.store.claims.filter(key_resource=key, version__isnull=True)
-        count: int = self.session.run(queued.filter(end_time__gt=Now()).count)
+        count: int = self.session.unlocked(queued.filter(end_time__gt=Now()).count)
         return count
 
 

@@ -25,6 +25,7 @@ from django.db.utils import (
 # pool would block the threads that have one.
 from django.utils.functional import cached_property
 
+from dlocks.backends.base import TableLockedError
 from dlocks.backends.relational.engines import ENGINES, Engine
 from dlocks.backends.relational.failures import (
     abandon,
@@ -187,7 +188,23 @@ class Session:
     # Statements.
 
     def rows(self, sql: str, parameters: Mapping[str, Any]) -> Sequence[Any]:
-        return self.run(self.execute, sql, parameters).rows
+        """Return the rows of a statement that locks nothing."""
+        return self.unlocked(self.execute, sql, parameters).rows
+
+    def unlocked(self, work: Callable[..., T], *arguments: Any) -> T:
+        """Call ``work``, which no row lock of another transaction can hold up.
+
+        If it is held up all the same, a table is locked. Raise TableLockedError.
+        """
+        try:
+            return self.run(work, *arguments)
+        except RowLockedError as error:
+            raise TableLockedError(
+                f"A lock request to database {self.database!r} was cancelled:"
+                f" {error.__cause__}. A table of dlocks is locked as a whole by a"
+                " migration, a backup, VACUUM FULL or LOCK TABLE. Wait for its end, or"
+                " end the session that locks it."
+            ) from error.__cause__
 
     def ask(
         self, text: str, parameters: Mapping[str, Any], *, flush: bool = True

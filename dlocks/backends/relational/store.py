@@ -112,7 +112,7 @@ class Store:
         """Return a text with the characters escaped that the database cannot store."""
         if text.isascii():
             return text
-        return self.session.run(fitted, text, self.session.connection)
+        return self.session.unlocked(fitted, text, self.session.connection)
 
     def refuse_unstorable(self, key: str) -> None:
         if (fitted := self.fitted(key)) != key:
@@ -130,12 +130,12 @@ class Store:
 
         ``by_clock`` trusts the database's clock in any case, to show them to people.
         """
-        return self.session.run(self._read, keys, not by_clock)
+        return self.session.unlocked(self._read, keys, not by_clock)
 
     def peek(self, key: str, *, by_clock: bool = False) -> Key | None:
         """Return a key without its claims."""
         rows, asked_at = self.locks.annotate(now=Now()).filter(pk=key), clock.now()
-        found: list[Any] = self.session.run(list, rows)
+        found: list[Any] = self.session.unlocked(list, rows)
         if not found:
             return None
         return self._key(found[0], [], asked_at, observed=not by_clock)

@@ -175,8 +175,9 @@ class TransactionLocks:
             # One statement at READ COMMITTED. At another level it finds and locks
             # nothing.
             fresh = f"{condition} AND {session.engine.fresh}"
-            if self._renew(session, claim, fresh, parameters):
-                return True
+            with suppress(RowLockedError):
+                if self._renew(session, claim, fresh, parameters):
+                    return True
             level, rolls_back = self.isolation(session)
             if level not in STATEMENT_SNAPSHOTS:
                 # A plain SELECT would take the transaction's snapshot. MariaDB then
@@ -257,7 +258,7 @@ class TransactionLocks:
             row, table = "id = %(id)s", "{claims} FORCE INDEX (PRIMARY)"
         lock = session.sql(f"SELECT 1 FROM {table} WHERE {row} FOR UPDATE NOWAIT")
         try:
-            session.rows(lock, parameters)
+            session.run(session.execute, lock, parameters)
         except RowLockedError as error:
             if rolls_back:
                 raise self.holders.locked(claim.key) from error
