@@ -151,9 +151,8 @@ class DatabaseBackend(Backend):
         With a ``version``, the row must still have it.
         """
         inside = claim.scope == "transaction"
-        versioned = version is not None
-        reply = self.session.ask(
-            self.session.engine.acquire(inside=inside, versioned=versioned),
+        reply = self.session.send(
+            "acquire",
             {
                 "key": claim.key,
                 # Free on commit. Until then the database itself keeps the row locked.
@@ -165,6 +164,9 @@ class DatabaseBackend(Backend):
                 "fair": claim.fair,
                 "version": version,
             },
+            True,
+            inside=inside,
+            versioned=version is not None,
         )
         return reply.rows[0][0] if reply.rows else None
 

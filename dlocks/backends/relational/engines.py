@@ -175,10 +175,12 @@ class Engine:
             return self.one(GRANT, free, self.granted)
         return self.packet(self.one(GRANT, free), self.fill(read))
 
-    def release(self, *, flush: bool) -> str:
+    def release(self, *, flushed: bool) -> str:
         """Return the statement by which a holder releases a key without waiters."""
         condition = f"{MINE} AND {HELD} AND waiters = 0"
-        return self.one(RELEASE, condition, self.returning if flush else self.unflushed)
+        return self.one(
+            RELEASE, condition, self.returning if flushed else self.unflushed
+        )
 
     def release_on_commit(self) -> str:
         """Return the statement that writes what a commit makes of the row.

@@ -298,14 +298,13 @@ class Holders:
         other harm.
         """
         flush = bool(keep) or self.session.in_transaction
-        engine = self.session.engine
-        if self.store.deletes and not keep:
-            sql = engine.delete_own()
-        else:
-            sql = engine.release(flush=flush)
+        parameters = self.of(claim, status=status, keep=ticks(keep))
         with suppress(RowLockedError):
-            parameters = self.of(claim, status=status, keep=ticks(keep))
-            return self.session.ask(sql, parameters, flush=flush).changed == 1
+            if self.store.deletes and not keep:
+                reply = self.session.send("delete_own", parameters, flush)
+            else:
+                reply = self.session.send("release", parameters, flush, flushed=flush)
+            return reply.changed == 1
         return False
 
     def _release_by_step(self, claim: Claim, status: str, keep: float) -> bool:

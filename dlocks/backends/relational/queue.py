@@ -166,8 +166,8 @@ class Queue:
         names = list(dict.fromkeys(claim.key for claim in claims))
         keys, parameters = session.one_of("key_resource", names, "key")
         owners, more = session.one_of("owner", [one.owner for one in claims], "owner")
-        sql = session.engine.turns(keys, owners)
-        reply = session.unlocked(session.prepared, session.sql(sql), parameters | more)
+        sql = session.sql(session.engine.turns(keys, owners))
+        reply = session.unlocked(session.prepared, sql, parameters | more)
         heads = {key: head for key, *head in reply.rows}
         rest = []
         for claim in claims:

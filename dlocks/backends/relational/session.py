@@ -79,6 +79,7 @@ class Session:
         self.database = database
         self.prepare = prepare
         self._texts: dict[str, str] = {}
+        self._statements: dict[Any, str] = {}
         # The connection of psycopg that this thread used last, and a cursor that
         # prepares, or None.
         self._local = threading.local()
@@ -175,6 +176,17 @@ class Session:
             self._texts[text] = found
         return found
 
+    def statement(self, name: str, **options: Any) -> str:
+        """Return the text of a fast statement, which is composed only once.
+
+        ``name`` is the method of the engine that composes it.
+        """
+        key = name, *options.values()
+        if (known := self._statements.get(key)) is None:
+            composed = getattr(self.engine, name)(**options)
+            known = self._statements[key] = self.sql(composed)
+        return known
+
     def one_of(
         self, column: str, values: Sequence[Any], name: str
     ) -> tuple[str, dict[str, Any]]:
@@ -215,6 +227,13 @@ class Session:
         Without ``flush``, a crash of the machine may lose the change (on SQLite).
         """
         return self.run(self.prepared, self.sql(text), parameters, flush=flush)
+
+    def send(
+        self, name: str, parameters: Mapping[str, Any], flush: bool, **options: Any
+    ) -> Reply:
+        """Execute a fast statement of the engine, as ``ask()`` does."""
+        sql = self.statement(name, **options)
+        return self.run(self.prepared, sql, parameters, flush=flush)
 
     def execute(self, sql: str, parameters: Mapping[str, Any]) -> Reply:
         """Execute a statement with Django's cursor."""
@@ -286,12 +305,11 @@ class Session:
         """
         return self.run(self._packet, self.sql(text), parameters, flush=flush)
 
-    def requests(self, text: str, parameters: Mapping[str, Any]) -> Sequence[Any]:
+    def requests(self, sql: str, parameters: Mapping[str, Any]) -> Sequence[Any]:
         """Execute statements within the caller's transaction, and return all rows.
 
         They are one request, but for SQLite, which takes one at a time.
         """
-        sql = self.sql(text)
         statements = sql.split(";") if self.engine.one_writer else [sql]
         rows: list[Any] = []
         for one in statements:

@@ -531,9 +531,8 @@ class Store:
         Raise RowLockedError if another transaction has inserted it.
         """
         session = self.session
-        sql = session.engine.insertion(nested=session.in_transaction)
-        session.ask(
-            sql,
+        session.send(
+            "insertion",
             {
                 "key": claim.key,
                 "status": status,
@@ -543,7 +542,8 @@ class Store:
                 "ttl": ticks(claim.ttl),
                 "count": count,
             },
-            flush=False,
+            False,
+            nested=session.in_transaction,
         )
 
 

@@ -150,7 +150,7 @@ class TransactionLocks:
         if self.session.connection.needs_rollback:
             # The rollback releases it.
             return True
-        sql = self.session.engine.release_on_commit()
+        sql = self.session.statement("release_on_commit")
         parameters = self.holders.of(claim, status=status, keep=ticks(keep))
         rows: Sequence[Any] = ()
         with suppress(RowLockedError):
