@@ -231,11 +231,22 @@ class Engine:
             f"SELECT MIN(mine.id) FROM {{claims}} AS mine WHERE mine.{owners} AND"
             " mine.key_resource = {locks}.key_resource"
         )
-        return self.fill(
+        return (
             f"SELECT key_resource, owner, version, {{left}}, CASE WHEN {owners} THEN 0"
             f" ELSE ({queued} AND queued.id < ({first})) END, CASE WHEN NOT"
             f" {owners} AND ({queued}) > waiters THEN 1 ELSE 0 END FROM {{locks}} WHERE"
             f" {keys} AND status = 'P' AND shares = 0 AND end_time > {{now}}"
+        )
+
+    def grants(self, keys: str, owners: str) -> str:
+        """Return the statement that reads which of the owners hold their keys.
+
+        Its columns are those of ``turns()``.
+        """
+        return (
+            "SELECT key_resource, owner, version, {left}, 0, 0 FROM {locks} WHERE"
+            f" {keys} AND {owners} AND status = 'P' AND shares = 0 AND end_time >"
+            " {now}"
         )
 
     def packet(self, *statements: str) -> str:

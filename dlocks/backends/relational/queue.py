@@ -166,9 +166,16 @@ class Queue:
         names = list(dict.fromkeys(claim.key for claim in claims))
         keys, parameters = session.one_of("key_resource", names, "key")
         owners, more = session.one_of("owner", [one.owner for one in claims], "owner")
-        sql = session.sql(session.engine.turns(keys, owners))
-        reply = session.unlocked(session.prepared, sql, parameters | more)
-        heads = {key: head for key, *head in reply.rows}
+        heads: dict[str, Sequence[Any]] = {}
+        # A notification usually says that it is the turn of the only claim.
+        texts = [session.engine.turns(keys, owners)]
+        if not heartbeat:
+            texts.insert(0, session.engine.grants(keys, owners))
+        for text in texts:
+            if len(heads) < len(names):
+                sql = session.sql(text)
+                reply = session.unlocked(session.prepared, sql, parameters | more)
+                heads |= {key: head for key, *head in reply.rows}
         rest = []
         for claim in claims:
             owner, token, left, ahead, uncounted = heads.get(
