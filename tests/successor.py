@@ -7,6 +7,7 @@ replaces.
 from __future__ import annotations
 
 import os
+from typing import Any
 
 from tests.internals import database, database_backend, relational, strategies
 
@@ -20,7 +21,7 @@ PARTS = {
 }  # fmt: skip
 
 
-def _part(part, name):
+def _part(part: str, name: str) -> property:
     return property(lambda self: getattr(getattr(self, part), name.strip("_")))
 
 
@@ -41,7 +42,7 @@ def install() -> None:
         defaults = backend_class.__init__.__kwdefaults__
         defaults["prepare"] = False
 
-    def delete_older_than(self, older_than, **options):
+    def delete_older_than(self: Any, older_than: float, **options: Any) -> Any:
         return self.records.delete_older_than(older_than, self.prefix, **options)
 
     backend_class.delete_older_than = delete_older_than
