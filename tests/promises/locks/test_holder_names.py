@@ -183,7 +183,7 @@ def test_a_note_is_shown_in_lists_the_admin_and_the_history(admin_client, until)
         out = io.StringIO()
         call_command("list_locks", stdout=out)
         assert note in out.getvalue()
-        page = admin_client.get(reverse("admin:dlocks_resourcelock_live"))
+        page = admin_client.get(reverse("admin:dlocks_resourcelock_changelist"))
         assertContains(page, note)
     until(HoldRecord.objects.exists)
     assert note_of(HoldRecord.objects.get().holder) == note

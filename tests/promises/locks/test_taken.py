@@ -15,6 +15,8 @@ from dlocks.backends.base import Inspector
 from dlocks.backends.database import PessimisticBackend
 from dlocks.testing import expire, held_elsewhere
 from tests.for_each import for_each
+from tests.promises.admin.names import END
+from tests.promises.admin.pages import end, fields, page
 from tests.promises.locks.keys import clear
 from tests.sync_and_async import sync_and_async
 
@@ -22,9 +24,6 @@ pytestmark = pytest.mark.front
 
 # The flush after a test with users also writes all permissions again.
 COMMITS = pytest.mark.django_db(transaction=True)
-
-LIST = "/admin/dlocks/resourcelock/"
-FORCE = {"action": "force_release", "reason": "deploy hung"}
 
 
 @pytest.fixture
@@ -37,10 +36,9 @@ def anna(transactional_db):
             username="anna", is_staff=True, is_superuser=True
         )
         client.force_login(user)
-        data = {**FORCE, "_selected_action": [hold.key], "version": [str(hold.token)]}
-        response = client.post(LIST, data, follow=True)
-        assert response.status_code == 200
-        assert "release of 1 lock was forced" in response.content.decode()
+        button = {"force_release": f"lock {hold.token} {hold.key}"}
+        sent = {**fields(page(client.post(END, button))), "reason": "deploy hung"}
+        assert "release of 1 lock was forced" in end(client, sent)
 
     return force
 

@@ -409,7 +409,7 @@ def test_the_admin_shows_who_waits_for_whom(chain, admin_client):
     assertContains(pages["a"], "has waited for")
     assertContains(pages["a"], 'href="/admin/dlocks/resourcelock/b/change/"')
     assertContains(pages["b"], 'href="/admin/dlocks/resourcelock/a/change/"')
-    live = admin_client.get("/admin/dlocks/resourcelock/live/")
+    live = admin_client.get("/admin/dlocks/resourcelock/")
     assertContains(live, 'holds <bdi class="dlocks-key">a</bdi>')
     for page in (*pages.values(), live):
         # The owners in the claim's row control the holds.
