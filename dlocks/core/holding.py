@@ -469,7 +469,7 @@ class Holding:
                 self.backend.release,
                 self.claim,
                 failed=self.life.state.failed,
-                keep=self.min_hold_left,
+                keep=self.min_hold_left if self.has_min_hold else 0.0,
             )
         except LockBackendError as error:
             self.is_released = True

@@ -16,7 +16,11 @@ from tests.settings import ENGINE
 from tests.units.database import test_table as table
 from tests.volume import volume
 
-pytestmark = pytest.mark.django_db(transaction=True)
+pytestmark = [
+    pytest.mark.django_db(transaction=True),
+    # Until the switch, all four engines are for those who work on it.
+    pytest.mark.whole("sqlite", "postgresql"),
+]
 
 
 @pytest.mark.parametrize(
