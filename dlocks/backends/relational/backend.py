@@ -24,10 +24,10 @@ from django.utils.functional import cached_property
 from dlocks.backends import table as rules
 from dlocks.backends.base import Backend
 from dlocks.backends.database.checks import check_database
+from dlocks.backends.database.expiry import Observations
 from dlocks.backends.notifiers import Notifier, RecentKeys
 from dlocks.backends.relational.clock import ticks
 from dlocks.backends.relational.direct import Direct
-from dlocks.backends.relational.expiry import Observations
 from dlocks.backends.relational.history import HistoryTable
 from dlocks.backends.relational.holders import Holders
 from dlocks.backends.relational.inspector import DatabaseInspector

@@ -21,9 +21,9 @@ from django.db import IntegrityError
 from django.db.models import CharField, F, Func, Value
 
 from dlocks.backends.base import HEARTBEAT_TIMEOUT, UnstorableKeyError
+from dlocks.backends.database.expiry import Observations
 from dlocks.backends.relational.charset import fitted
 from dlocks.backends.relational.clock import After, At, Now, ticks
-from dlocks.backends.relational.expiry import Observations
 from dlocks.backends.relational.session import RowLockedError, Session, StepError
 from dlocks.backends.relational.state import (
     MOMENT,
