@@ -8,6 +8,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from django.db import Error
+
 from dlocks.core import callers
 from dlocks.core.holder import holder_name
 from dlocks.core.life import Entry, Phase, Reason
@@ -117,8 +119,8 @@ def why_gone(hold: Any) -> str:
     try:
         outside = backend.in_transaction() and backend.refusal(hold.claim) is None
         fact = keeper.run(ask, backend, timeout=OUTSIDE_TIMEOUT) if outside else ask()
-    except (LockError, PythonIsExitingError):
-        # The loss is certain, and it is what matters.
+    except (LockError, Error, PythonIsExitingError):
+        # The loss is certain, and it is what matters. The admin's log may be missing.
         logger.debug("The new holder of %r is not known", hold.lock.key, exc_info=True)
         fact = None
     if not fact and clock.now() >= hold.lease.last_at:

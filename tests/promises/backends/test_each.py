@@ -53,15 +53,15 @@ def test_a_lease_lasts_for_a_new_ttl_from_now(using, configured):
 def test_holders_and_waiters_of_other_processes_are_listed(using, configured, until):
     """A quorum has no queue."""
     process = configured(using)
-    lock, (one, other) = db_lock("key", using=using), (process(), process())
+    lock, (one, other) = db_lock("listed", using=using), (process(), process())
     assert lock.holders() == lock.waiters() == []
-    one.start(jobs.hold, "key", using=using)
+    one.start(jobs.hold, "listed", using=using)
     one.hear()
-    other.start(jobs.hold, "key", using=using, timeout=60)
+    other.start(jobs.hold, "listed", using=using, timeout=60)
     if using != "quorum":
         (waiter,) = until(lock.waiters, 30)
         assert f":{other.process.pid}:" in waiter.holder
-        assert waiter.waits_for == "key"
+        assert waiter.waits_for == "listed"
         assert 0 <= waiter.waited < 30
     else:
         assert lock.waiters() == []

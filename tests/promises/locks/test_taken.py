@@ -6,6 +6,7 @@ import logging
 import time
 
 import pytest
+from django.contrib.admin.models import LogEntry
 from django.contrib.auth.models import User
 from django.core.management import call_command
 from django.test import Client
@@ -14,6 +15,7 @@ from dlocks import LockBackendError, LockLost, db_lock, db_semaphore
 from dlocks.backends.base import Inspector
 from dlocks.backends.database import PessimisticBackend
 from dlocks.testing import expire, held_elsewhere
+from tests import rows
 from tests.for_each import for_each
 from tests.promises.admin.names import END
 from tests.promises.admin.pages import end, fields, page
@@ -97,6 +99,15 @@ def test_the_forced_release_of_another_hold_explains_nothing(anna, in_other_thre
     assert "it was cleared or force released" in str(lost.value)
     with pytest.raises(LockLost, match="anna wrote in the admin"):
         in_other_thread(other.check)
+
+
+@COMMITS
+def test_a_loss_is_reported_without_the_table_of_the_admins_log():
+    """A project may have no admin, or the database may be one of before its tables."""
+    hold = db_lock("stock:7").acquire()
+    clear("stock:7")
+    with rows.without_table(LogEntry), pytest.raises(LockLost):
+        hold.check()
 
 
 @COMMITS
