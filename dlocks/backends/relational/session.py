@@ -493,7 +493,7 @@ class Session:
     def _is_lost(
         self, connection: BaseDatabaseWrapper, session: Any, error: Error
     ) -> bool:
-        """Return whether the session is lost, and close what is left of it."""
+        """Return whether the session is lost, and close a lost connection."""
         code = self.engine.code_of(error)
         if code in self.engine.read_only:
             # The server became a replica. A pool would hand the session out again.

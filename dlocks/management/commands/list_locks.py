@@ -32,7 +32,7 @@ from dlocks.operations import (
 from dlocks.text import duration, printable, short_duration
 from dlocks.values import UNLIMITED, WaitingClaim
 
-# The columns after the key. The holder, which may be long, has what is left of 80.
+# The columns after the key. A long holder has the rest of the 80 columns.
 FACTS = "  {:<10} {:>7}  {:>4}  {:>5}  "
 # A longer key is on a line of its own, whole, since ``clear_lock`` needs all of it.
 KEY_WIDTH = 24

@@ -1,4 +1,4 @@
-"""The page of a key in the admin, and what is known about its past."""
+"""The page of a key in the admin, with its history."""
 
 from __future__ import annotations
 

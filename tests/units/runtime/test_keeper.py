@@ -143,7 +143,7 @@ def test_the_keeper_survives_an_error_in_its_schedule(monkeypatch, until, caplog
 
 
 def test_a_finalizer_in_the_keepers_thread_wakes_it(monkeypatch, until):
-    """The garbage collector may run while the keeper looks for what is due next."""
+    """The garbage collector may run while the keeper searches for its next deadline."""
     mine, done, looks = Keeper(), [], itertools.count()
     original = mine._next
 
