@@ -131,10 +131,10 @@ def _far(database: str) -> type[Dlocks]:
     near = _dlocks(database, "pessimistic")
 
     def start(self: Dlocks) -> None:
-        from dlocks.backends.database.notify import datagram, notifications
+        from dlocks.backends.database import notify
 
         other_host = f"{secrets.token_hex(4)}_"
-        datagram.this_host = notifications.this_host = lambda: other_host  # type: ignore[assignment]
+        notify.this_host = lambda: other_host  # type: ignore[assignment]
         near.start(self)
 
     name, label = (

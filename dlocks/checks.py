@@ -271,7 +271,7 @@ def _check_isolation(backend: DatabaseBackend) -> Messages:
         # The driver sets it at each BEGIN, and another check has examined it.
         return []
     with connection.cursor() as cursor:
-        cursor.execute(backend.dialect.show_isolation)
+        cursor.execute(backend.session.engine.isolation)
         level, *all_or_nothing = cursor.fetchone()
     messages: Messages = []
     fit = {"READ COMMITTED"}

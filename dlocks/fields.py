@@ -1,4 +1,4 @@
-"""Model fields and expressions for keys, texts and times of the database's clock."""
+"""Model fields for keys, texts and times of the database's clock."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from zoneinfo import ZoneInfo
 from django.db import models
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.utils import timezone
-
-from dlocks.sql.engines import dialect_of
 
 
 class KeyField(models.CharField):  # type: ignore[type-arg]
@@ -111,39 +109,3 @@ class ClockField(models.DateTimeField):  # type: ignore[type-arg]
         if timezone.is_naive(value):
             value = value.replace(tzinfo=ZoneInfo(connection.timezone_name))
         return value.astimezone(UTC)
-
-
-class SecondsUntil(models.Func):
-    """Seconds from now, by the database's clock, until the time in a column.
-
-    They are negative if that time has passed.
-    """
-
-    output_field = models.FloatField()
-    arity = 1
-
-    def as_sql(  # type: ignore[override]
-        self, compiler: Any, connection: BaseDatabaseWrapper, **extra: Any
-    ) -> Any:
-        column, parameters = compiler.compile(self.source_expressions[0])
-        return dialect_of(connection).seconds_until(column), parameters
-
-
-class After(models.Expression):
-    """The time that is ``seconds`` from now by the database's clock.
-
-    Negative seconds give a time in the past.
-    """
-
-    output_field = ClockField()
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__()
-        self.microseconds = round(seconds * 1_000_000)
-
-    def as_sql(self, compiler: Any, connection: BaseDatabaseWrapper) -> Any:
-        # A subquery is evaluated once, so that an index on the compared column can be
-        # used.
-        return f"(SELECT {dialect_of(connection).after_column('%s')})", [
-            self.microseconds
-        ]

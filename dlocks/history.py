@@ -106,7 +106,7 @@ class HistoryBuffer:
                     if records := list(
                         record for record in batch if record.database == database
                     ):
-                        request(self.backend.remember, records, clock.now())
+                        request(self.backend.records.remember, records, clock.now())
                 except LockBackendError as error:
                     if not self._failed:
                         self._failed = True

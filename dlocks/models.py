@@ -14,15 +14,14 @@ from django.db.models.sql.datastructures import BaseTable
 from django.utils.translation import gettext_lazy as _
 
 from dlocks.fields import (
-    After,
     ClaimOwnerField,
     ClockField,
     HoldingField,
     KeyField,
     OwnerField,
-    SecondsUntil,
     UnicodeField,
 )
+from dlocks.sql.clock import Once, SecondsUntil
 from dlocks.sql.schemas import qualified, schema_of
 from dlocks.text import HOLDER_LENGTH, printable, shown_holder
 from dlocks.values import KEY_LENGTH, Kept
@@ -162,7 +161,7 @@ class ClaimQuerySet(ClockQuerySet):
 class RecordQuerySet(SchemaQuerySet):
     def since(self, seconds: float) -> Self:
         """Keep the holds that ended at most ``seconds`` ago."""
-        return self.filter(end_time__gte=After(-seconds))
+        return self.filter(end_time__gte=Once(-seconds))
 
     def with_times(self) -> Self:
         """Add ``seconds_ago``, counted from the end, and ``held``, a timedelta."""

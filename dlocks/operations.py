@@ -80,7 +80,7 @@ def pages(
 
 def locks_of(backend: DatabaseBackend, keys: Sequence[str] | None = None) -> Any:
     """Return the locks. Look for kept leases only of ``keys``, if these are given."""
-    kept = backend.kept(keys)
+    kept = backend.maintenance.kept(keys)
     return (
         ResourceLock.objects.using(backend.database)
         .by_clock(kept)
@@ -97,7 +97,7 @@ def claims(backend: DatabaseBackend, keys: Sequence[str]) -> Any:
     mine = [key for key in keys if key.startswith(backend.prefix)]
     found = (
         LockClaim.objects.using(backend.database)
-        .by_clock(backend.kept(mine))
+        .by_clock(backend.maintenance.kept(mine))
         .defer("owner", "channel")
     )
     return found.filter(key_resource__in=mine).order_by("key_resource", "id")
@@ -243,7 +243,11 @@ def end_share(
             raise NotCleared(_("not stale"), share)
         return share
 
-    end = backend.end_share if isinstance(backend, DatabaseBackend) else backend.clear
+    end = (
+        backend.maintenance.end_share
+        if isinstance(backend, DatabaseBackend)
+        else backend.clear
+    )
     return _change(backend, read, partial(end, key, token, stale_only=stale_only))
 
 
@@ -265,7 +269,7 @@ def take_out(backend: DatabaseBackend, key: str, number: int) -> LockRow:
             raise NotCleared(_("its heartbeat has resumed"), claim)
         return claim
 
-    return _change(backend, read, partial(backend.take_out, key, number))
+    return _change(backend, read, partial(backend.maintenance.take_out, key, number))
 
 
 def _change(

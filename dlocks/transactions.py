@@ -12,7 +12,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import Error
 
 from dlocks.runtime.connected import connection_of, in_atomic_blocks
-from dlocks.sql.engines import dialect_of
+from dlocks.sql.engines import engine_of
 
 
 class TransactionMarker:
@@ -75,7 +75,7 @@ class TransactionMarker:
 
         It stands while the database keeps other sessions from the row.
         """
-        if dialect_of(connection).keeps_locks:
+        if not engine_of(connection).unlocks:
             return cls.whole(connection)
         block = cls._block_of_test(connection)
         return cls._at(connection, _savepoints_of(connection), block)
@@ -265,7 +265,7 @@ def warn_of_old_snapshots(key: str) -> None:
             continue
         try:
             with connection.cursor() as cursor:
-                cursor.execute(dialect_of(connection).show_isolation)
+                cursor.execute(engine_of(connection).isolation)
                 level = cursor.fetchone()[0].upper().replace("-", " ")
         except Error:
             # The transaction is broken.

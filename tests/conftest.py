@@ -26,9 +26,9 @@ from tests.internals import (
     DatabaseBackend,
     backends,
     callers,
-    datagram,
     history_buffers,
     keeper,
+    notify,
 )
 from tests.processes import Worker, stack_dumps
 from tests.settings import ENGINE
@@ -370,7 +370,7 @@ def nothing_left_behind(has_failed):
     yield
     for backend in backends._backends.values():
         if isinstance(backend, DatabaseBackend):
-            backend._contended_keys.clear()
+            backend.contended.clear()
     for buffer in history_buffers.values():
         # They would be written during the next test.
         buffer._notes.clear()
@@ -505,7 +505,7 @@ def channel():
 
     The suites of all engines run side by side on one machine.
     """
-    return f"{datagram.this_host()}dlocks_test_{secrets.token_hex(8)}"
+    return f"{notify.this_host()}dlocks_test_{secrets.token_hex(8)}"
 
 
 @pytest.fixture

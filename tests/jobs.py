@@ -1140,9 +1140,9 @@ def rights(pipe, name):
     """
     backend = backends["default"]
     calls = {
-        "purge": lambda: sum(backend.purge(0)),
-        "reap": lambda: sum(backend.reap()),
-        "forget": lambda: sum(backend.delete_older_than(0)),
+        "purge": lambda: sum(backend.maintenance.purge(0)),
+        "reap": lambda: sum(backend.maintenance.reap()),
+        "forget": lambda: sum(backend.records.delete_older_than(0)),
         "look": lambda: sum(
             len(list(operations.with_claims(backend, page)))
             for page in operations.pages(backend, ["held"])

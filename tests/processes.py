@@ -238,10 +238,10 @@ def _serve(connection: Connection, environment: dict[str, str], far: bool) -> No
 
 def go_far_away() -> None:
     """Make this process behave as if no other process were on the same host."""
-    from tests.internals import datagram, notifications
+    from tests.internals import notify
 
     other_host = f"{secrets.token_hex(4)}_"
-    datagram.this_host = notifications.this_host = lambda: other_host
+    notify.this_host = lambda: other_host
 
 
 def _read_settings_again() -> None:

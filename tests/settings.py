@@ -142,8 +142,3 @@ USE_TZ = True
 TIME_ZONE = "America/New_York"
 DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
 PASSWORD_HASHERS = ["django.contrib.auth.hashers.MD5PasswordHasher"]
-
-if os.environ.get("DLOCKS_TEST_SUCCESSOR"):
-    from tests.successor import install
-
-    install()

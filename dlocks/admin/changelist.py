@@ -13,9 +13,9 @@ from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
 from dlocks.admin.base import AliasChangeList, Source
-from dlocks.fields import After
 from dlocks.models import ClaimState, LockClaim, LockState, ResourceLock
 from dlocks.operations import LockRow
+from dlocks.sql.clock import Once
 from dlocks.values import Kept
 
 # Claims shown for each lock and each of their states.
@@ -42,7 +42,7 @@ def maybe_in_use(locks: Any) -> Any:
     """
     claimed = LockClaim.objects.using(locks.db).values("key_resource")
     return locks.filter(
-        Q(end_time__gt=After(0))
+        Q(end_time__gt=Once(0))
         | ResourceLock.LEFT
         | Q(shares__gt=0)
         | Q(pk__in=claimed)
@@ -99,7 +99,7 @@ class StateFilter(admin.SimpleListFilter):
     def queryset(self, request: HttpRequest, queryset: Any) -> Any:
         if self.chosen == "free":
             # The row alone says it, so that no claims have to be counted.
-            is_over = Q(end_time__lte=After(0), shares=0) & ~ResourceLock.LEFT
+            is_over = Q(end_time__lte=Once(0), shares=0) & ~ResourceLock.LEFT
             return queryset.filter(is_over)
         return maybe_in_use(queryset).filter(FILTERS[self.chosen])
 
@@ -181,7 +181,7 @@ class LockList(AliasChangeList):
         source = Source.of(request)
         if not self.totals["stale"] or source.rows is None:
             return False
-        source.kept = source.rows.kept()
+        source.kept = source.rows.maintenance.kept()
         if source.kept == Kept():
             return False
         self.root_queryset = self.model_admin.get_queryset(request)

@@ -20,7 +20,7 @@ from dlocks.runtime import clock
 from dlocks.runtime.connected import connection_of
 from dlocks.runtime.keeper import keeper
 from dlocks.runtime.requests import request
-from dlocks.sql.engines import dialect_of, refuse_lost
+from dlocks.sql.engines import engine_of, refuse_lost
 from dlocks.transactions import TransactionMarker, why_end_is_unknown
 
 if TYPE_CHECKING:
@@ -174,11 +174,11 @@ def _committed(hold: Holding, sent: float, ttl: float) -> None:
 
 def _is_conflict(error: LockBackendError, connection: BaseDatabaseWrapper) -> bool:
     """Return whether another session caused the error, and a retry may succeed."""
-    dialect, cause = dialect_of(connection), error.__cause__
+    engine, cause = engine_of(connection), error.__cause__
     return (
-        not dialect.one_writer
+        not engine.one_writer
         and isinstance(cause, DatabaseError)
-        and dialect.is_contention(cause)
+        and engine.code_of(cause) in engine.lost_race
     )
 
 

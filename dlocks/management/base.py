@@ -17,7 +17,7 @@ from django.db.utils import Error
 
 from dlocks.backends.base import Backend
 from dlocks.backends.database.backend import DatabaseBackend
-from dlocks.backends.database.connection import how_to_migrate, is_unmigrated
+from dlocks.backends.database.failures import how_to_migrate, is_unmigrated
 from dlocks.conf import DEFAULT_ALIAS, backends
 from dlocks.exceptions import LockBackendError
 from dlocks.values import seconds

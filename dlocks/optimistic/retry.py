@@ -14,7 +14,7 @@ from django.db import DEFAULT_DB_ALIAS, DatabaseError, connections, transaction
 
 from dlocks.exceptions import StaleVersion
 from dlocks.runtime import clock
-from dlocks.sql.postgresql import sqlstate_of
+from dlocks.sql.engines import sqlstate_of
 from dlocks.transactions import TransactionMarker, open_connections, why_end_is_unknown
 from dlocks.values import Duration, check_count, seconds
 

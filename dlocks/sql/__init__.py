@@ -1,1 +1,1 @@
-"""The differences between the database engines and their drivers."""
+"""The SQL of the engines, their clocks, character sets and schemas."""

@@ -1,43 +1,300 @@
-"""The dialect of a Django connection, and a check that the connection is not lost."""
+"""What differs between the engines: fast statements, error codes, and a few habits.
+
+A fast statement covers one case in one round trip: a free key is acquired, a key
+without waiters is released, a lease is renewed. It follows the rules of
+``dlocks.backends.table``. If its case is not there, it changes nothing, and a step
+decides (``store``). None of these statements waits for a row that another transaction
+has locked.
+
+The placeholders in braces are filled in by ``Engine.fill()`` and by ``Session.sql()``,
+which knows the names of the tables.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 from django.core.exceptions import ImproperlyConfigured
+from django.db.backends.base.base import BaseDatabaseWrapper
 
 from dlocks.exceptions import LockBackendError
-from dlocks.sql.mariadb import MariaDB
-from dlocks.sql.mysql import MySQL
-from dlocks.sql.postgresql import PostgreSQL
-from dlocks.sql.sqlite import SQLite
+from dlocks.sql.clock import LATER, NEXT, NOW, SECONDS, TICKS
 
-if TYPE_CHECKING:
-    from django.db.backends.base.base import BaseDatabaseWrapper
+GRANT = (
+    "status = %(status)s, owner = %(owner)s, holder = %(holder)s, owner_ip ="
+    " %(owner_ip)s, begin_time = {now}, end_time = {after:ttl}, hold_count = 1, version"
+    " = {token}"
+)
+# Free, or already this claim's: the reply was lost, or the key is reserved for it.
+FREE = (
+    "(status <> 'P' AND end_time <= {now} AND shares = 0 AND (waiters = 0 OR NOT"
+    " %(fair)s) OR owner = %(owner)s AND (status = 'P' OR end_time > {now}))"
+)
+RELEASE = "status = %(status)s, hold_count = 0, end_time = {after:keep}"
+WAITERS = (
+    "(SELECT COUNT(*) FROM {claims} AS queued WHERE queued.key_resource = %(key)s AND"
+    " queued.version IS NULL AND queued.end_time > {now})"
+)
+# The conditions of a claim's own row.
+MINE = "owner = %(owner)s"
+HELD = "status = 'P'"
+SHARED = "version IS NOT NULL AND hold_count > 0"
+LIVE = "end_time > {now}"
 
-    from dlocks.sql.dialect import Dialect
+# A range instead of ``=``. A const lookup of InnoDB keeps a row locked that does not
+# match, until the transaction ends. At READ COMMITTED, a range scan unlocks it.
+RANGE = "key_resource >= %(key)s AND key_resource <= %(key)s"
+# One row of InnoDB, found by its primary key alone.
+PRIMARY = "{locks} FORCE INDEX (PRIMARY)"
+# Reads the token of a grant. The insert id of a reply is 0 as soon as a trigger runs.
+READ_VERSION = (
+    "SELECT version FROM {locks} WHERE key_resource = %(key)s AND owner = %(owner)s AND"
+    " hold_count > 0 AND (status <> 'P' OR end_time > {now})"
+)
+# The channel of the first waiter of a key that a transaction has released.
+FIRST_CHANNEL = (
+    "SELECT (SELECT channel FROM {claims} AS first WHERE first.key_resource = %(key)s"
+    " AND first.version IS NULL AND first.end_time > {now} ORDER BY id LIMIT 1) FROM"
+    " {locks} WHERE key_resource = %(key)s AND owner = %(owner)s AND hold_count = 0"
+)
+INSERT = (
+    "INSERT INTO {locks} (key_resource, status, owner, holder, owner_ip, begin_time,"
+    " end_time, hold_count, version) {values}"
+)
+VALUES = (
+    "%(key)s, %(status)s, %(owner)s, %(holder)s, {owner_ip}, {now}, {after:ttl},"
+    " %(count)s{wait}, {ticks}"
+)
 
 
-def dialect_of(connection: BaseDatabaseWrapper) -> Dialect:
-    """Return the dialect of a Django connection."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """One database engine.
+
+    ``write`` changes one lock row that matches ``{condition}``, and ``update`` and
+    ``delete`` several rows of ``{table}``. They skip rows that are locked.
+    """
+
+    vendor: str
+    write: str
+    update: str
+    delete: str
+    insert: str
+    # A term that adds nothing to a number. It limits how long an insert waits for a
+    # transaction that has inserted the same row, and lets a crash lose the new row.
+    insert_wait: str = ""
+    # Inserts the rows of many free keys in one statement.
+    create_many: str = ""
+    greatest: str = "GREATEST"
+    # The end of a statement that returns its token, and of one that returns anything.
+    granted: str = ""
+    returning: str = ""
+    # The end of a release that a crash may lose. The lease then expires.
+    unflushed: str = ""
+    owner_ip: str = "%(owner_ip)s"
+    # Reads the isolation level without a snapshot, and whether a lock wait timeout
+    # rolls back the whole transaction. ``fresh`` excludes a transaction whose snapshot
+    # may be older than the lock, and one that ends when it meets a locked row.
+    isolation: str = ""
+    fresh: str = ""
+    # Notifies the first waiter when the caller's transaction commits. Elsewhere, a
+    # process of the same host is sent a datagram then.
+    tell_first: str = ""
+    # The settings by which a session is ended that idles in a transaction.
+    idle: tuple[str, ...] = ()
+    # Codes of errors: a row is locked, the statement lost a race, the server has rolled
+    # back the transaction, the session may only read, the user has no right, the
+    # connection cannot be used any more.
+    locked: frozenset[object] = frozenset()
+    lost_race: frozenset[object] = frozenset()
+    rolled_back: frozenset[object] = frozenset()
+    read_only: frozenset[object] = frozenset()
+    denied: frozenset[object] = frozenset()
+    desynchronised: frozenset[object] = frozenset()
+    read_only_settings: str = ""
+    # Whether a statement can limit how long it waits for a row.
+    limits_waits: bool = False
+    # The end of a SELECT that waits for a row in the engine's own queue.
+    in_turn: str = ""
+    # Whether a rollback to a savepoint unlocks the rows that were locked since.
+    unlocks: bool = False
+    # Whether a transaction that writes has the whole database to itself.
+    one_writer: bool = False
+    # Whether several statements are combined into one compound statement.
+    compound: bool = False
+    # Whether the end of a transaction that kept a key notifies the first waiter.
+    commit_notifies: bool = True
+
+    def fill(self, text: str) -> str:
+        """Fill in the placeholders of the engine's clock and habits."""
+        vendor = self.vendor
+        for name, value in {
+            "{token}": f"{self.greatest}(version + 1, {{ticks}})",
+            "{owner_ip}": self.owner_ip,
+            "{now}": NOW[vendor],
+            "{ticks}": TICKS[vendor],
+            "{left}": SECONDS[vendor].format("end_time"),
+            "{next}": NEXT[vendor].format("end_time"),
+            "{greatest}": self.greatest,
+            "{waiters}": WAITERS.replace("{now}", NOW[vendor]),
+        }.items():
+            text = text.replace(name, value)
+        for name in ("ttl", "keep", "grace", "heard"):
+            later = LATER[vendor].format(f"%({name})s")
+            text = text.replace(f"{{after:{name}}}", later)
+        return " ".join(text.split())
+
+    def one(self, what: str, condition: str, end: str = "") -> str:
+        """Return the statement that changes one lock row, unless it is locked."""
+        text = self.write.replace("{what}", what).replace("{condition}", condition)
+        return self.fill(text + end)
+
+    def many(self, table: str, what: str, condition: str, end: str = "") -> str:
+        """Return the statement that changes the rows that are not locked."""
+        primary = "key_resource" if table == "{locks}" else "id"
+        template = self.update if what else self.delete
+        for name, value in {
+            "{table}": table,
+            "{primary}": primary,
+            "{what}": what,
+            "{condition}": condition,
+            "{index}": " FORCE INDEX (PRIMARY)" if primary != "id" else "",
+        }.items():
+            template = template.replace(name, value)
+        return self.fill(template + end)
+
+    def acquire(self, *, inside: bool, versioned: bool) -> str:
+        """Return the statement that grants a free key, and returns the token.
+
+        ``inside`` is for a caller's transaction. If ``versioned``, the row must have a
+        version.
+        """
+        free, read = FREE, READ_VERSION
+        if versioned:
+            free += " AND version = %(version)s"
+        if inside and self.fresh:
+            # At SERIALIZABLE, even a read would lock the row.
+            free, read = f"{free} AND {self.fresh}", f"{read} AND {self.fresh}"
+        if self.granted:
+            return self.one(GRANT, free, self.granted)
+        return self.packet(self.one(GRANT, free), self.fill(read))
+
+    def release(self, *, flushed: bool) -> str:
+        """Return the statement by which a holder releases a key without waiters."""
+        condition = f"{MINE} AND {HELD} AND waiters = 0"
+        return self.one(
+            RELEASE, condition, self.returning if flushed else self.unflushed
+        )
+
+    def release_on_commit(self) -> str:
+        """Return the statement that writes what a commit makes of the row.
+
+        Claims that joined while the row was locked could not be counted in it. It
+        returns the channel of the first waiter, unless it has notified that.
+        """
+        what = f"{RELEASE}, waiters = {{waiters}}"
+        if self.tell_first:
+            return self.one(what, MINE, self.tell_first)
+        return self.packet(self.one(what, MINE), self.fill(FIRST_CHANNEL))
+
+    def insertion(self, *, nested: bool) -> str:
+        """Return the statement that inserts a lock row, unless there is one.
+
+        ``nested`` says that it is part of a caller's transaction, in which it must not
+        change a setting.
+        """
+        return self.fill(
+            self.insert.replace("{wait}", "" if nested else self.insert_wait)
+        )
+
+    def delete_own(self) -> str:
+        """Return the statement by which a holder deletes the row of a free key.
+
+        Only once the clock has passed the token. Otherwise the next row could get the
+        same token.
+        """
+        condition = (
+            "key_resource = %(key)s AND owner = %(owner)s AND version < {ticks} AND"
+            " waiters = 0 AND shares = 0"
+        )
+        return self.many("{locks}", "", condition, self.unflushed)
+
+    def turns(self, keys: str, owners: str) -> str:
+        """Return the statement that reads the live exclusive holders of keys.
+
+        ``keys`` and ``owners`` are conditions. For each key, it also returns how many
+        waiters are ahead of the first of the owners, and whether there are some that
+        the row does not count.
+        """
+        queued = (
+            "SELECT COUNT(*) FROM {claims} AS queued WHERE queued.key_resource ="
+            " {locks}.key_resource AND queued.version IS NULL AND queued.end_time >"
+            " {now}"
+        )
+        first = (
+            f"SELECT MIN(mine.id) FROM {{claims}} AS mine WHERE mine.{owners} AND"
+            " mine.key_resource = {locks}.key_resource"
+        )
+        return (
+            f"SELECT key_resource, owner, version, {{left}}, CASE WHEN {owners} THEN 0"
+            f" ELSE ({queued} AND queued.id < ({first})) END, CASE WHEN NOT"
+            f" {owners} AND ({queued}) > waiters THEN 1 ELSE 0 END FROM {{locks}} WHERE"
+            f" {keys} AND status = 'P' AND shares = 0 AND end_time > {{now}}"
+        )
+
+    def grants(self, keys: str, owners: str) -> str:
+        """Return the statement that reads which of the owners hold their keys.
+
+        Its columns are those of ``turns()``.
+        """
+        return (
+            "SELECT key_resource, owner, version, {left}, 0, 0 FROM {locks} WHERE"
+            f" {keys} AND {owners} AND status = 'P' AND shares = 0 AND end_time >"
+            " {now}"
+        )
+
+    def packet(self, *statements: str) -> str:
+        """Return several statements as one request. The last one has the result."""
+        text = "; ".join(statements)
+        return f"BEGIN NOT ATOMIC {text}; END" if self.compound else text
+
+    def code_of(self, error: BaseException) -> object:
+        """Return the code of an error that the server sent, or None without one."""
+        if self.vendor == "postgresql":
+            return sqlstate_of(error)
+        if self.vendor == "mysql":
+            return error.args[0] if error.args else None
+        # The message covers all kinds of locks, for which SQLite has several codes.
+        said = str(error)
+        if "is locked" in said:
+            return "locked"
+        return "readonly" if "readonly database" in said else None
+
+
+def sqlstate_of(error: BaseException) -> str | None:
+    """Return PostgreSQL's SQLSTATE of an error, or None without one.
+
+    There is none if the server did not send the error.
+    """
+    cause = error.__cause__
+    # psycopg 3 and psycopg 2 name the attribute differently.
+    return getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None)
+
+
+def engine_of(connection: BaseDatabaseWrapper) -> Engine:
+    """Return the engine of a Django connection.
+
+    On MySQL and MariaDB, the first call queries the server for which one it is.
+    """
     vendor = connection.vendor
     if vendor == "mysql" and getattr(connection, "mysql_is_mariadb", False):
         vendor = "mariadb"
-    try:
-        return _DIALECTS[vendor]
-    except KeyError:
+    if vendor not in ENGINES:
         raise ImproperlyConfigured(
-            f"dlocks has no database backend for {connection.vendor!r}. Use PostgreSQL,"
-            " MariaDB, MySQL or SQLite."
-        ) from None
-
-
-_DIALECTS: dict[str, Dialect] = {
-    "postgresql": PostgreSQL(),
-    "mysql": MySQL(),
-    "mariadb": MariaDB(),
-    "sqlite": SQLite(),
-}
+            f"dlocks has no database backend for {vendor!r}. Use PostgreSQL, MariaDB,"
+            " MySQL or SQLite."
+        )
+    return ENGINES[vendor]
 
 
 def refuse_lost(connection: BaseDatabaseWrapper) -> None:
@@ -53,3 +310,165 @@ def refuse_lost(connection: BaseDatabaseWrapper) -> None:
             " transaction ended. Close it with 'connection.close()', as Django does at"
             " the end of a request."
         )
+
+
+def _picked(verb: str, of: str) -> str:
+    """Return a statement of InnoDB on rows that a subquery finds and locks.
+
+    LIMIT keeps the subquery from being merged. A merged statement would write the table
+    that it reads.
+    """
+    return (
+        f"{verb} (SELECT {{primary}} AS picked FROM {{table}}{{index}} WHERE"
+        " {condition} LIMIT 1000000 FOR UPDATE SKIP LOCKED) AS picks STRAIGHT_JOIN"
+        f" {{table}} FORCE INDEX (PRIMARY) ON {{primary}} = picked{of}"
+    )
+
+
+# With sql_safe_updates, MariaDB refuses to write a table that is joined to a subquery
+# (error 1175), even if the rows are found by the primary key.
+SAFELY = "SET STATEMENT sql_safe_updates = 0 FOR "
+INNODB = {
+    "vendor": "mysql",
+    "locked": frozenset({1205, 3572}),  # lock wait timeout, not locked at once
+    # A deadlock, and an error during commit, from a node of a Galera cluster if another
+    # node has committed first. 1020 is a row that changed since the snapshot. 1467
+    # means that no number could be generated.
+    "lost_race": frozenset({1213, 1180, 1020, 1467}),
+    "rolled_back": frozenset({1213, 1180, 1020}),
+    "read_only": frozenset({1290, 1836, 1792}),  # of the server, InnoDB, the session
+    "denied": frozenset({1044, 1142, 1143}),  # to a database, a table, a column
+    # An interrupt came before a reply was read.
+    "desynchronised": frozenset({2014}),
+    "read_only_settings": (
+        "read_only or transaction_read_only is on, as it is on a replica"
+    ),
+    "commit_notifies": False,
+}
+
+ENGINES: dict[str, Engine] = {
+    "postgresql": Engine(
+        vendor="postgresql",
+        # An array keeps the plan on the primary key, for one row and for many.
+        write=(
+            "UPDATE {locks} SET {what} WHERE key_resource = ANY (ARRAY(SELECT"
+            " key_resource FROM {locks} WHERE key_resource = %(key)s AND {condition}"
+            " FOR UPDATE SKIP LOCKED))"
+        ),
+        update=(
+            "UPDATE {table} SET {what} WHERE {primary} = ANY (ARRAY(SELECT {primary}"
+            " FROM {table} WHERE {condition} FOR UPDATE SKIP LOCKED))"
+        ),
+        delete=(
+            "DELETE FROM {table} WHERE {primary} = ANY (ARRAY(SELECT {primary} FROM"
+            " {table} WHERE {condition} FOR UPDATE SKIP LOCKED))"
+        ),
+        # An insert that meets a row of an open transaction waits for it, even with ON
+        # CONFLICT.
+        insert=(
+            INSERT.replace("{values}", f"VALUES ({VALUES})")
+            + " ON CONFLICT DO NOTHING RETURNING 1"
+        ),
+        insert_wait=(
+            " + 0 * length(set_config('lock_timeout', '50ms', true) ||"
+            " set_config('synchronous_commit', 'off', true))"
+        ),
+        create_many=(
+            INSERT.replace(
+                "{values}",
+                "SELECT one, 'S', '', '', NULL, NULL, {now}, 0 + 0 *"
+                " length(set_config('lock_timeout', '50ms', true)), {ticks} FROM"
+                " unnest(%(keys)s::text[]) AS one",
+            )
+            + " ON CONFLICT DO NOTHING RETURNING 1"
+        ),
+        granted=" RETURNING version",
+        returning=" RETURNING 1",
+        unflushed=" RETURNING set_config('synchronous_commit', 'off', true)",
+        owner_ip="%(owner_ip)s::inet",
+        isolation="SHOW transaction_isolation",
+        fresh=(
+            "current_setting('transaction_isolation') IN ('read committed', 'read"
+            " uncommitted')"
+        ),
+        tell_first=(
+            " RETURNING (SELECT pg_notify(channel, '') FROM (SELECT channel FROM"
+            " {claims} AS first WHERE first.key_resource = %(key)s AND first.version IS"
+            " NULL AND first.end_time > {now} AND channel <> '' ORDER BY id LIMIT 1) AS"
+            " told)"
+        ),
+        locked=frozenset({"55P03"}),  # lock_not_available
+        # serialization_failure, deadlock_detected
+        lost_race=frozenset({"40001", "40P01"}),
+        read_only=frozenset({"25006"}),  # read_only_sql_transaction
+        denied=frozenset({"42501"}),  # insufficient_privilege
+        read_only_settings=(
+            "default_transaction_read_only is on, or the server is a standby (connect"
+            " with target_session_attrs=read-write)"
+        ),
+        limits_waits=True,
+        unlocks=True,
+    ),
+    "mariadb": Engine(
+        **INNODB,  # type: ignore[arg-type]
+        # This costs half as much as a locking subquery. A locked row is error 1205.
+        write=(
+            "SET STATEMENT innodb_lock_wait_timeout = 0 FOR UPDATE"
+            f" {PRIMARY} SET {{what}} WHERE {RANGE} AND {{condition}}"
+        ),
+        update=_picked(f"{SAFELY}UPDATE", " SET {what}"),
+        delete=_picked(f"{SAFELY}DELETE {{table}} FROM", ""),
+        insert=(
+            "SET STATEMENT innodb_lock_wait_timeout = 0 FOR "
+            + INSERT.replace("{values}", f"VALUES ({VALUES})")
+            + " ON DUPLICATE KEY UPDATE hold_count = hold_count"
+        ),
+        isolation="SELECT @@tx_isolation, @@innodb_rollback_on_timeout",
+        fresh=(
+            "@@tx_isolation = 'READ-COMMITTED' AND @@innodb_rollback_on_timeout = 0"
+        ),
+        # In a transaction, these come before wait_timeout.
+        idle=("idle_readonly_transaction_timeout", "idle_write_transaction_timeout"),
+        in_turn=" FOR UPDATE WAIT 1",
+        compound=True,
+    ),
+    "mysql": Engine(
+        **INNODB,  # type: ignore[arg-type]
+        # The optimizer evaluates the subquery before the UPDATE locks a row.
+        write=(
+            f"UPDATE {PRIMARY} SET {{what}} WHERE key_resource = (SELECT picked FROM"
+            f" (SELECT key_resource AS picked FROM {PRIMARY} WHERE {RANGE} AND"
+            " {condition} LIMIT 1 FOR UPDATE SKIP LOCKED) AS picks)"
+        ),
+        update=_picked("UPDATE", " SET {what}"),
+        delete=_picked("DELETE {table} FROM", ""),
+        # An insert would wait for a transaction that has locked an existing row.
+        insert=(
+            INSERT.replace(
+                "{values}",
+                f"SELECT {VALUES} FROM DUAL WHERE NOT EXISTS (SELECT 1 FROM {{locks}}"
+                " WHERE key_resource = %(key)s FOR SHARE NOWAIT)",
+            )
+            + " ON DUPLICATE KEY UPDATE hold_count = {locks}.hold_count"
+        ),
+        isolation="SELECT @@transaction_isolation",
+        fresh="@@transaction_isolation = 'READ-COMMITTED'",
+        idle=("wait_timeout",),
+    ),
+    "sqlite": Engine(
+        vendor="sqlite",
+        write=(
+            "UPDATE {locks} SET {what} WHERE key_resource = %(key)s AND {condition}"
+        ),
+        update="UPDATE {table} SET {what} WHERE {condition}",
+        delete="DELETE FROM {table} WHERE {condition}",
+        insert=(
+            INSERT.replace("{values}", f"VALUES ({VALUES})") + " ON CONFLICT DO NOTHING"
+        ),
+        greatest="MAX",
+        granted=" RETURNING version",
+        locked=frozenset({"locked"}),
+        denied=frozenset({"readonly"}),
+        one_writer=True,
+    ),
+}

@@ -11,6 +11,7 @@ import pytest
 from django.db import DatabaseError, connection, connections, transaction
 from django.test import SimpleTestCase
 
+from dlocks.sql.clock import TICKS
 from tests.contract import BackendContract
 from tests.internals import (
     Claim,
@@ -165,7 +166,7 @@ class TestInsert(Contract):
         with connection.cursor() as cursor:
             ticks = 0
             while ticks <= version:
-                cursor.execute(f"SELECT {self.backend.dialect.ticks}")
+                cursor.execute(f"SELECT {TICKS[connection.vendor]}")
                 (ticks,) = cursor.fetchone()
 
     def test_the_row_of_a_transaction_is_deleted_after_its_commit(self):

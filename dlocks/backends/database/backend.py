@@ -1,49 +1,53 @@
 """The base class of the backends whose locks are rows of one table.
 
 A lease is a row with an ``end_time`` in the future. Each change of it is a committed
-statement of its own. In transaction scope the row is written so that it is free as soon
-as the caller's transaction commits. Until then the database itself keeps all other
-callers away from it. No statement waits for a row that another transaction has
-locked.
+transaction of its own. In transaction scope the row is written so that it is free as
+soon as the caller's transaction commits. Until then the database itself keeps all other
+callers away from it.
+
+``DatabaseBackend`` puts the parts of this package together. Each of them has its own
+state, and gets what it needs in its constructor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, ClassVar
+
+from django.db import transaction
+from django.db.backends.base.base import BaseDatabaseWrapper
 
 # functools has a mutex in Python 3.11, which a forked child could find locked.
 from django.utils.functional import cached_property
 
+from dlocks.backends import table as rules
 from dlocks.backends.base import Backend
-from dlocks.backends.database.batch import Batch
 from dlocks.backends.database.checks import check_database
+from dlocks.backends.database.direct import Direct
 from dlocks.backends.database.expiry import Observations
 from dlocks.backends.database.history import HistoryTable
+from dlocks.backends.database.holders import Holders
 from dlocks.backends.database.inspector import DatabaseInspector
 from dlocks.backends.database.maintenance import Maintenance
-from dlocks.backends.database.release import Release
-from dlocks.backends.database.renewal import Renewal
-from dlocks.backends.notifiers import RecentKeys
-from dlocks.runtime.polling import SPIN_SECONDS
+from dlocks.backends.database.notify import Notifications, send
+from dlocks.backends.database.queue import Queue
+from dlocks.backends.database.session import RowLockedError, Session
+from dlocks.backends.database.several import Several
+from dlocks.backends.database.state import rounded
+from dlocks.backends.database.store import Store
+from dlocks.backends.database.transactions import TransactionLocks
+from dlocks.backends.notifiers import Notifier, RecentKeys
+from dlocks.exceptions import LockStale
 from dlocks.runtime.pools import is_pooled
+from dlocks.sql.clock import ticks
 from dlocks.sql.engines import refuse_lost
 from dlocks.transactions import how_to_autocommit, in_testcase
-from dlocks.values import Claim, seconds
+from dlocks.values import Claim, Grant, Holder, Ticket, seconds
 
 
-class Either:
-    """The members of two sets."""
-
-    def __init__(self, one: set[str], other: set[str]) -> None:
-        self._sets = one, other
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._sets[0] or key in self._sets[1]
-
-
-class DatabaseBackend(Batch, Release, Renewal, Maintenance, HistoryTable, Backend):
-    """The base class of the database backends.
+class DatabaseBackend(Backend):
+    """The base class of the database backends. A strategy decides how ``take()`` works.
 
     ``database`` is an alias of DATABASES that accepts writes.
 
@@ -52,14 +56,10 @@ class DatabaseBackend(Batch, Release, Renewal, Maintenance, HistoryTable, Backen
     if the session belongs to the process alone, which ``True`` states. Otherwise they
     poll. With ``False`` there are no notifications.
 
-    ``prepare`` says whether most statements outside of transactions bypass Django's
-    cursor and go to the driver. Connections with an instrumented cursor are excepted.
-    On PostgreSQL these are the statements that a session sends often, which are
-    prepared. By default this needs a session that belongs to the process alone. With
-    ``True`` it includes poolers that support prepared statements.
-
-    ``spin`` is the number of seconds for which a caller polls for the reply of a
-    prepared statement before it sleeps.
+    ``prepare`` says whether psycopg prepares the most frequent statements on the
+    server. Connections whose statements other code observes are excepted. By default
+    this needs a session that belongs to the process alone. With ``True`` it includes
+    poolers that support prepared statements.
 
     ``history`` says whether each hold that ends is recorded in the history.
 
@@ -76,9 +76,12 @@ class DatabaseBackend(Batch, Release, Renewal, Maintenance, HistoryTable, Backen
     """
 
     supports_transactions: ClassVar[bool] = True
+    supports_queue: ClassVar[bool] = True
+    supports_sharing: ClassVar[bool] = True
     supports_handover: ClassVar[bool] = True
     supports_guard: ClassVar[bool] = True
-    inspector: DatabaseInspector
+    # Whether the row of a free key is deleted.
+    deletes: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -87,7 +90,6 @@ class DatabaseBackend(Batch, Release, Renewal, Maintenance, HistoryTable, Backen
         database: str = "default",
         listen: bool | None = None,
         prepare: bool | None = None,
-        spin: float = SPIN_SECONDS,
         history: bool = False,
         expiry: str = "clock",
         deadlock_after: float | None = 1.0,
@@ -104,22 +106,183 @@ class DatabaseBackend(Batch, Release, Renewal, Maintenance, HistoryTable, Backen
         if expiry not in ("clock", "observed"):
             raise ValueError(f"expiry must be 'clock' or 'observed', not {expiry!r}")
         self.database = database
-        self.listening = listen
-        self.prepare = prepare
-        self.spin = seconds("spin", spin)
         self.history = history
-        self._contended_keys = RecentKeys()
-        self._requested_keys = set()
-        self.contended = Either(self._contended_keys, self._requested_keys)
-        self._texts = {}
-        self._grants = {}
-        self._releases = {}
-        self.inspector = DatabaseInspector(self)
+        self.expiry = expiry
         if deadlock_after is not None:
             self.deadlock_after = seconds("deadlock_after", deadlock_after)
-        self.expiry = expiry
-        if expiry == "observed":
-            self.observations = Observations(self.ttl + self.grace)
+        observed = expiry == "observed"
+        contended = RecentKeys()
+        self.contended = contended
+        self.observations = Observations(self.ttl + self.grace) if observed else None
+        self.session = Session(database, prepare=prepare)
+        self.notifications = Notifications(self.session, listen=listen)
+        self.store = Store(
+            self.session,
+            self.run_outside,
+            self.notifications.send_on_commit,
+            grace=self.grace,
+            observations=self.observations,
+            deletes=self.deletes,
+        )
+        direct = Direct(self.store, self._advance, send)
+        self.queue = Queue(self.store, direct, contended)
+        self.holders = Holders(self.store, self.queue, direct)
+        self.transactions = TransactionLocks(self.store, self.holders, self.take)
+        self.several = Several(self.store, self.holders)
+        self.maintenance = Maintenance(self.store, lambda: self.prefix)
+        self.records = HistoryTable(self.store, lambda: self.prefix)
+        self.inspector = DatabaseInspector(self)
+
+    def _advance(self, key: str) -> None:
+        with suppress(RowLockedError):
+            self.store.step(key, rules.tidy)
+
+    # Acquisition.
+
+    def take(self, claim: Claim) -> int | None:
+        """Take a key that is free or already the claim's, and return the token.
+
+        Return None if the key is not free. Raise RowLockedError if its row is locked.
+        """
+        raise NotImplementedError
+
+    def write(self, claim: Claim, version: int | None = None) -> int | None:
+        """Write the row of a free key in one statement, and return the token or None.
+
+        With a ``version``, the row must still have it.
+        """
+        inside = claim.scope == "transaction"
+        reply = self.session.send(
+            "acquire",
+            {
+                "key": claim.key,
+                # Free on commit. Until then the database itself keeps the row locked.
+                "status": "S" if inside else "P",
+                "owner": claim.owner,
+                "holder": self.store.fitted(claim.holder)[:255],
+                "owner_ip": claim.owner_ip,
+                "ttl": 0 if inside else ticks(claim.ttl),
+                "fair": claim.fair,
+                "version": version,
+            },
+            True,
+            inside=inside,
+            versioned=version is not None,
+        )
+        return reply.rows[0][0] if reply.rows else None
+
+    def acquire(self, claim: Claim) -> Grant | None:
+        self.store.refuse_unstorable(claim.key)
+        if claim.scope == "transaction" and not claim.shared:
+            if (grant := self.transactions.acquire(claim)) is None:
+                self._refuse(claim)
+            return grant
+        try:
+            if not claim.shared:
+                if (token := self.take(claim)) is not None:
+                    return Grant(token)
+                key = self.store.peek(claim.key)
+                if key is None:
+                    self.store.create([claim.key])
+                    if (token := self.take(claim)) is not None:
+                        return Grant(token)
+                elif not key.is_free and key.row.owner != claim.owner:
+                    return None
+            grant = rounded(self.store.step(claim.key, rules.acquire, claim)[0], claim)
+        except RowLockedError:
+            grant = None
+            # This fails if the table is locked, and not only a row.
+            self.store.peek(claim.key)
+        if grant is None:
+            self._refuse(claim)
+        return grant
+
+    def _refuse(self, claim: Claim) -> None:
+        """Raise an error if waiting would not help."""
+        if not claim.takeover and self._is_stale(claim.key):
+            # Another caller had locked the row to check the same.
+            kept = self.maintenance.in_transactions([claim.key])
+            if not kept and self._is_stale(claim.key):
+                raise LockStale(key=claim.key, holder=self.holder(claim.key))
+        if claim.scope == "transaction" and self.session.engine.one_writer:
+            holder = self.holder(claim.key)
+            self.transactions.refuse_wait(claim, holder, self.inspector.sharers)
+
+    def _is_stale(self, key: str) -> bool:
+        found = self.store.peek(key)
+        return found is not None and found.state.is_held and found.is_free
+
+    def acquire_all(self, claims: Sequence[Claim]) -> Sequence[Grant] | None:
+        return self.several.acquire(claims)
+
+    def exchange(self, claim: Claim, successor: Claim) -> Grant | None:
+        return self.holders.exchange(claim, successor)
+
+    # What a holder does.
+
+    def renew(self, claims: Sequence[Claim]) -> Mapping[str, float]:
+        return self.holders.renew(claims)
+
+    def verify(self, claims: Sequence[Claim], count: int | None = None) -> bool:
+        return self.holders.verify(claims, count)
+
+    def pin(self, claim: Claim, database: str) -> bool:
+        return self.transactions.pin(claim, database)
+
+    def release(self, claim: Claim, *, failed: bool = False, keep: float = 0.0) -> bool:
+        if claim.scope == "transaction" and not claim.shared and self.in_transaction():
+            if self.deletes and not keep and self.connection.in_atomic_block:
+                # A row deleted by an open transaction would make all inserts wait.
+                # Django logs the name of a callback that fails, and a partial() has
+                # none.
+                def tidy() -> None:
+                    self._advance(claim.key)
+
+                transaction.on_commit(tidy, using=self.database, robust=True)
+            status = "F" if failed else "S"
+            return self.transactions.release(claim, status, keep)
+        return self.holders.release(claim, failed=failed, keep=keep)
+
+    def expire(self, claim: Claim, ago: float) -> None:
+        """End the lease of a claim, ``ago`` seconds ago, for a test."""
+        if not self.holders.expire(claim, ago):
+            raise RuntimeError(f"{claim.key!r} is no longer held by {claim.holder}.")
+
+    def release_all(self, claims: Sequence[Claim], *, failed: bool = False) -> bool:
+        return self.several.release(claims, failed=failed)
+
+    # The queue.
+
+    def can_queue(self, claim: Claim) -> bool:
+        # In a TestCase, the row may be one that only its transaction sees. A session
+        # that queued the claim would wait for that transaction.
+        return claim.scope == "lease" or not in_testcase(self.connection)
+
+    def enqueue(
+        self, claim: Claim, channel: str = "", position: int | None = None
+    ) -> Ticket | None:
+        return self.queue.join(claim, channel, position)
+
+    def poll(
+        self, claims: Sequence[Claim], *, heartbeat: bool = True
+    ) -> Mapping[str, Ticket]:
+        return self.queue.poll(claims, heartbeat=heartbeat)
+
+    def waiting(self, key: str) -> int:
+        return self.queue.waiting(key)
+
+    def notifier(self, channel: str) -> Notifier | None:
+        return self.notifications.listener(channel)
+
+    # What people see and do.
+
+    def holder(self, key: str) -> Holder | None:
+        return self.maintenance.holder(key)
+
+    def clear(self, key: str, version: int, *, stale_only: bool = False) -> bool:
+        return self.maintenance.clear(key, version, stale_only=stale_only)
+
+    # Its place in the process.
 
     @property
     def grants_in_queue(self) -> bool:  # type: ignore[override]
@@ -130,11 +293,21 @@ class DatabaseBackend(Batch, Release, Renewal, Maintenance, HistoryTable, Backen
         return f"database {self.database}"
 
     @property
+    def connection(self) -> BaseDatabaseWrapper:
+        return self.session.connection
+
+    @property
     def connect_first(self) -> Callable[[], object] | None:
         connection = self.connection
         if connection.connection is None and is_pooled(connection):
-            return self._session
+            return lambda: self.session.raw
         return None
+
+    @property
+    def renews_late(self) -> bool:
+        # While a transaction writes to SQLite, no lease can be renewed and no other
+        # caller can acquire a key.
+        return self.session.engine.one_writer
 
     @property
     def reads_inside(self) -> bool:
@@ -142,14 +315,18 @@ class DatabaseBackend(Batch, Release, Renewal, Maintenance, HistoryTable, Backen
         connection = self.connection
         return in_testcase(connection) and not connection.needs_rollback
 
-    def can_queue(self, claim: Claim) -> bool:
-        # In a TestCase, the row may be one that only its transaction sees. A session
-        # that queued the claim would wait for that transaction.
-        return claim.scope == "lease" or not in_testcase(self.connection)
+    def in_transaction(self) -> bool:
+        return self.session.in_transaction
+
+    def run_outside(self, function: Callable[[], Any]) -> Any:
+        """Call a function outside of the caller's transaction, where that can be."""
+        if self.in_transaction() and not self.session.engine.one_writer:
+            return self.runtime.run(function)
+        return function()
 
     def refusal(self, claim: Claim) -> str | None:
         if claim.scope == "lease":
-            if self.dialect.one_writer and self.in_transaction():
+            if self.session.engine.one_writer and self.in_transaction():
                 solution = "Acquire it before the transaction begins"
                 if not self.connection.in_atomic_block:
                     # Autocommit is off, and every statement is in a transaction.
@@ -161,7 +338,7 @@ class DatabaseBackend(Batch, Release, Renewal, Maintenance, HistoryTable, Backen
                 )
         elif claim.shared:
             # A shared hold is not the lock row, which a transaction could keep.
-            if not self.keeps_shares():
+            if not self.store.is_alone:
                 return "A shared lock does not support scope='transaction'."
         elif self.in_transaction() and not self.connection.in_atomic_block:
             refuse_lost(self.connection)

@@ -2,31 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dlocks.backends.database.fragments import MICROSECONDS
-from dlocks.backends.database.statements import Statements
+from dlocks.backends.database.store import Store
+from dlocks.sql.clock import After, Once
 
-# Maximum number of rows that one statement deletes.
+# Maximum number of records that one statement deletes.
 BATCH = 1000
-
-# Maximum number of parameters of a statement, if the engine has no smaller limit.
-MOST_PARAMETERS = 10_000
-
-COLUMNS = (
-    "key_resource",
-    "token",
-    "holder",
-    "owner_ip",
-    "scope",
-    "shared",
-    "waited",
-    "begin_time",
-    "end_time",
-    "ending",
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,9 +31,19 @@ class EndedHold:
     database: Any
 
 
-class HistoryTable(Statements):
-    # Whether ended holds are recorded.
-    history: bool
+class HistoryTable:
+    """The part that records ended holds."""
+
+    def __init__(self, store: Store, prefix: Callable[[], str]) -> None:
+        self.store = store
+        self.prefix = prefix
+        self.session = store.session
+
+    @property
+    def records(self) -> Any:
+        from dlocks.models import HoldRecord
+
+        return HoldRecord.objects.using(self.session.database)
 
     def remember(self, finished: Sequence[EndedHold], now: float) -> None:
         """Write ended holds to the history table.
@@ -57,50 +51,29 @@ class HistoryTable(Statements):
         ``now`` is the current time by the clock of ``finished``. A hold that is already
         recorded is left unchanged.
         """
-        at_most = self.connection.features.max_query_params or MOST_PARAMETERS
-        size = at_most // len(COLUMNS)
-        for start in range(0, len(finished), size):
-            self._insert_records(finished[start : start + size], now)
+        from dlocks.models import HoldRecord
 
-    def _insert_records(self, finished: Sequence[EndedHold], now: float) -> None:
-        rows = []
-        parameters: dict[str, Any] = {}
-        for number, hold in enumerate(finished):
-            record = {
-                "key_resource": hold.key,
-                "token": hold.token,
-                "holder": self._fitted(hold.holder)[:255],
-                "owner_ip": hold.owner_ip,
-                "scope": hold.scope[0].upper(),
-                "shared": hold.shared,
-                "waited": hold.waited,
-                "begin_time": round((hold.ended_at - hold.held - now) * MICROSECONDS),
-                "end_time": round((hold.ended_at - now) * MICROSECONDS),
-                "ending": hold.ending,
-            }
-            parameters |= {f"{name}_{number}": value for name, value in record.items()}
-            rows.append(
-                ", ".join(self._value(name, f"{name}_{number}") for name in COLUMNS)
+        records = [
+            HoldRecord(
+                key_resource=one.key,
+                token=one.token,
+                holder=self.store.fitted(one.holder)[:255],
+                owner_ip=one.owner_ip,
+                scope=one.scope[0].upper(),
+                shared=one.shared,
+                waited=one.waited,
+                begin_time=After(one.ended_at - one.held - now),
+                end_time=After(one.ended_at - now),
+                ending=one.ending,
             )
-        values = ", ".join(f"({row})" for row in rows)
-        insert, on_conflict = "INSERT", "ON CONFLICT DO NOTHING"
-        if self.connection.vendor == "mysql":
-            insert, on_conflict = "INSERT IGNORE", ""
-        sql = self._text(
-            f"{insert} INTO {{records}} ({', '.join(COLUMNS)}) VALUES {values}"
-            f" {on_conflict}"
-        )
-        with self._with_short_timeout():
-            self._run(self._by_cursor, sql, parameters)
+            for one in finished
+        ]
 
-    def _value(self, column: str, parameter: str) -> str:
-        if column in {"begin_time", "end_time"}:
-            return self.dialect.after(parameter)
-        return (
-            self.dialect.typed(f"%({parameter})s", "inet")
-            if column == "owner_ip"
-            else f"%({parameter})s"
-        )
+        def insert() -> None:
+            with self.session.writing():
+                self.records.bulk_create(records, ignore_conflicts=True)
+
+        self.session.unlocked(insert)
 
     def delete_older_than(
         self, older_than: float, *, dry_run: bool = False
@@ -110,22 +83,21 @@ class HistoryTable(Statements):
         Delete in batches, and yield the number of records in each batch. With
         ``dry_run``, only count them.
         """
-        mine, parameters = self._of_prefix()
-        where = f"end_time <= (SELECT {self.dialect.after('old')}){mine}"
-        parameters["old"] = -round(older_than * MICROSECONDS)
+        from dlocks.models import under
+
+        old = self.records.filter(under(self.prefix()), end_time__lte=Once(-older_than))
         if dry_run:
-            yield int(
-                self._rows(
-                    self._text(f"SELECT COUNT(*) FROM {{records}} WHERE {where}"),
-                    parameters,
-                )[0][0]
-            )
+            yield self.session.unlocked(old.count)
             return
-        oldest = self._text(
-            f"SELECT id FROM {{records}} WHERE {where} ORDER BY end_time LIMIT {BATCH}"
-        )
-        while found := [number for (number,) in self._rows(oldest, parameters)]:
-            some, numbers = self._one_of("id", found)
-            yield self._count(
-                self._text(f"DELETE FROM {{records}} WHERE {some}"), numbers
-            )
+        oldest = old.order_by("end_time").values_list("pk", flat=True)
+
+        def delete(ids: Sequence[int]) -> int:
+            with self.session.writing():
+                return int(self.records.filter(pk__in=ids).delete()[0])
+
+        while found := self.session.unlocked(_listed, oldest[:BATCH]):
+            yield self.session.unlocked(delete, found)
+
+
+def _listed(rows: Any) -> list[int]:
+    return list(rows)

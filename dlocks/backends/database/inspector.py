@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -11,10 +11,11 @@ from django.apps import apps
 from django.db import router
 from django.utils import timezone
 
-from dlocks.backends.base import Inspector
-from dlocks.backends.database.waiting_claims import read_waiting_claims
+from dlocks.backends import table as rules
+from dlocks.backends.base import HEARTBEAT_TIMEOUT, Inspector
+from dlocks.backends.database.state import Key
 from dlocks.text import duration, shown_holder, shows_holder
-from dlocks.values import Claim, Holder, Waiter, WaitingClaim
+from dlocks.values import Claim, HeldKey, Holder, WaitingClaim
 
 
 class DatabaseInspector(Inspector):
@@ -23,23 +24,21 @@ class DatabaseInspector(Inspector):
     backend: Any
 
     def taken_by(self, claim: Claim, token: int, age: float) -> str | None:
-        from dlocks.models import LockState
-
         if (fact := self._taken_in_admin(claim, age)) is not None or claim.shared:
             return fact
-        row = self.backend.row_of(claim.key)
-        if row is None or row["version"] == token:
+        key = self.backend.store.peek(claim.key, by_clock=True)
+        if key is None or key.row.version == token:
             return None
-        holder = holder_of(row)
-        if row["state"] != LockState.FREE:
+        holder = rules.holder(key.state, claim.key, key.at)
+        if holder is not None:
             return f"it is now held by {holder}"
-        ago = f"{duration(-holder.remaining)} ago"
-        if row["status"] == "F" and not row["owner"]:
+        ago = f"{duration(max(0.0, key.at.now - key.row.end_time.timestamp()))} ago"
+        if key.row.status == "F" and not key.row.owner:
             return (
                 f"it was cleared or force released {ago}. The log dlocks.audit names"
                 " the user and the reason"
             )
-        return f"{shown_holder(holder.holder)} took it over and released it {ago}"
+        return f"{shown_holder(key.row.holder)} took it over and released it {ago}"
 
     def _taken_in_admin(self, claim: Claim, age: float) -> str | None:
         """Return what the admin's log says about a forced release of the claim.
@@ -61,11 +60,8 @@ class DatabaseInspector(Inspector):
             # The clocks of the hosts may differ slightly.
             action_time__gte=timezone.now() - timedelta(seconds=age + 1),
         )
-        columns = (
-            f"user__{get_user_model().USERNAME_FIELD}",
-            "action_time",
-            "change_message",
-        )
+        user = f"user__{get_user_model().USERNAME_FIELD}"
+        columns = (user, "action_time", "change_message")
         for who, when, message in entries.order_by("action_time").values_list(*columns)[
             :1
         ]:
@@ -76,49 +72,46 @@ class DatabaseInspector(Inspector):
         return None
 
     def sharers(self, key: str) -> tuple[Sequence[Holder], int]:
-        rows = self.backend._run(
-            lambda *_: list(self.backend.shares_of(key, self.backend.kept([key])))
-        )
-        return [holder_of(row) for row in rows], self.backend.waiting(key)
-
-    def waiters(self, key: str, prefix: str) -> Sequence[Waiter]:
-        from dlocks.models import ClaimState, LockClaim
-
-        rows = (
-            LockClaim.objects.using(self.backend.database)
-            .by_clock()
-            .filter(key_resource=key, state=ClaimState.WAITING)
-            .defer("owner", "channel")
-            .order_by("id")
-        )
-        return [
-            Waiter(
-                holder=row.holder,
-                owner_ip=row.owner_ip,
-                holds=tuple(held.removeprefix(prefix) for held in row.held_keys),
-                waits_for=key.removeprefix(prefix),
-                waited=max(0.0, row.seconds_held),
-                shared=row.shared,
-            )
-            for row in self.backend._run(lambda *_: list(rows))
-        ]
+        return self.backend.maintenance.sharers(key), self.backend.waiting(key)
 
     def waiting_claims(self) -> Sequence[WaitingClaim]:
-        return read_waiting_claims(self.backend)
+        store = self.backend.store
+        queued = store.claims.filter(version__isnull=True).exclude(holding="")
+        names = queued.values_list("key_resource", flat=True).distinct()
+        keys = store.session.unlocked(list, names)
+        return [
+            one
+            for key in store.read(keys, by_clock=True).values()
+            for one in _waiting_claims(key)
+        ]
 
 
-def holder_of(row: Mapping[str, Any]) -> Holder:
-    """Return the holder named by a lock row or by the row of a shared hold."""
-    # The same rule as in ``LockState`` and ``ClaimState``.
-    in_transaction = row["state"] == "held" and row["seconds_left"] <= 0
-    return Holder(
-        key=row["key_resource"],
-        holder=row["holder"],
-        owner_ip=row["owner_ip"],
-        since=row["begin_time"],
-        remaining=math.inf if in_transaction else row["seconds_left"],
-        token=row["version"],
-        count=row["hold_count"],
-        stale=row["state"] == "stale",
-        in_transaction=in_transaction,
-    )
+def _waiting_claims(key: Key) -> Sequence[WaitingClaim]:
+    """Return the live queued claims of a key whose callers hold other keys."""
+    at, held = key.at, key.state.held
+    live = held is not None and held.end > at.now
+    shared_by = tuple(one.claim.owner for one in key.state.shares if one.end > at.now)
+    alone_before, found = False, []
+    for row in key.claims:
+        left = row.end_time.timestamp() - at.now
+        if row.version is not None or left <= 0:
+            continue
+        alone_before |= not row.shared
+        if row.holding:
+            found.append(
+                WaitingClaim(
+                    position=row.pk,
+                    owner=row.owner,
+                    holder=row.holder,
+                    owner_ip=row.owner_ip,
+                    key=row.key_resource,
+                    waited=max(0.0, at.now - row.begin_time.timestamp()),
+                    silent=HEARTBEAT_TIMEOUT - left,
+                    holding=tuple(HeldKey(*one) for one in json.loads(row.holding)),
+                    permits=row.permits,
+                    needs_all=alone_before,
+                    held_by=held.claim.owner if held is not None and live else None,
+                    shared_by=shared_by,
+                )
+            )
+    return found

@@ -1,42 +1,45 @@
-"""Maintenance of stale locks, stale shared holds and dead claims in the queue."""
+"""What people and commands do with the locks of other processes, and what they see."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from dlocks.backends import table
-from dlocks.backends.database.claims import DELETE_AFTER
-from dlocks.backends.database.fragments import (
-    BATCH,
-    CLEAR,
-    ENDED_SHARE,
-    IN_QUEUE,
-    MICROSECONDS,
-    STALE,
-)
-from dlocks.backends.database.queue import KeyQueue
-from dlocks.backends.database.rows import LockedRow
+from django.db.models import Exists, OuterRef, Q
+
+from dlocks.backends import table as rules
+from dlocks.backends.database.session import RowLockedError
+from dlocks.backends.database.state import Key
+from dlocks.backends.database.store import DELETE_AFTER, Store
+from dlocks.backends.table import KeyState, Moment
 from dlocks.exceptions import LockBackendError
-from dlocks.sql.dialect import KEY
-from dlocks.values import Claim
+from dlocks.sql.clock import After, Now, Ticks
+from dlocks.values import Holder, Kept
 
-# A row is only deleted once the clock has passed its version. The version of a new row
-# starts at the clock, and must be larger.
-UNUSED = (
-    "status <> 'P' AND end_time <= {idle} AND version < {ticks} AND waiters = 0 AND"
-    " shares = 0 AND NOT EXISTS (SELECT 1 FROM {claims} WHERE {claims}.key_resource ="
-    " {locks}.key_resource)"
-)
+# Maximum number of rows that are read at a time.
+PAGE = 1000
+# Reads that find a row locked before a transaction is assumed to keep it.
+LOCKED_TRIES = 4
 
 
-class Maintenance(KeyQueue):
+class Maintenance:
     """Operations on the locks, shared holds and claims of other processes.
 
-    They are for people and for commands. The queue advances after each of them.
+    The queue advances after each of them. ``prefix`` returns that of the backend.
     """
+
+    def __init__(self, store: Store, prefix: Callable[[], str]) -> None:
+        self.store = store
+        self.session = store.session
+        self.prefix = prefix
+
+    # Ending holds and claims.
 
     def clear(self, key: str, version: int, *, stale_only: bool = False) -> bool:
         """Take a key from its holder, which is fenced off.
@@ -46,41 +49,35 @@ class Maintenance(KeyQueue):
         transaction. With ``stale_only``, also return False if the key is not stale.
         """
 
-        def step(_: Any, row: LockedRow | None) -> bool:
-            if row is None or (stale_only and not row.is_stale):
-                return False
-            return bool(self._apply(row, table.clear, version)[0])
+        def rule(state: KeyState, at: Moment) -> tuple[KeyState, bool]:
+            held = state.held
+            stale = state.is_held and held is not None and held.end <= at.now
+            if state.version != version or (stale_only and not stale):
+                return state, False
+            return rules.clear(state, version, at)
 
-        if stale_only and self.observations is not None:
-            # No trusted clock shows that the key is stale, and this process has not
-            # observed it.
-            return False
-        sql = f"SELECT 1 FROM {{locks}} WHERE {KEY} AND version = %(version)s"
-        return self._end(step, sql, {"key": key, "version": version})
-
-    def _end(self, step: Any, sql: str, parameters: dict[str, Any]) -> bool:
-        """Run a step on the row that is found, and return whether it was ended."""
-        sql = self._text(sql)
-        # Read first, because a step would create a missing lock row.
-        for found in self._rows(sql, parameters):
-            session = self._session()
-            if self._step(parameters["key"], partial(step, found), busy=lambda: False):
-                return True
-            # A lost reply ends the session, and the step is sent again.
-            return self._session() is not session and not self._rows(sql, parameters)
-        return False
+        return self._end(
+            key, rule, lambda now: now.state.version == version, stale_only
+        )
 
     def end_share(self, key: str, token: int, *, stale_only: bool = False) -> bool:
         """End a shared hold; its holder learns of it at its next renewal.
 
-        The queue advances. Return False if no shared hold has that token, or if a
-        transaction has locked the key or guards itself by the hold. With
-        ``stale_only``, also return False if its lease has not expired.
+        Return False if no shared hold has that token, or if a transaction has locked
+        the key or guards itself by the hold. With ``stale_only``, also return False if
+        its lease has not expired.
         """
-        if stale_only and self.observations is not None:
-            return False
-        where = "version = %(token)s" + (" AND end_time <= {now}" if stale_only else "")
-        return self._delete_claim(where, {"key": key, "token": token})
+
+        def rule(state: KeyState, at: Moment) -> tuple[KeyState, bool]:
+            for share in state.shares:
+                if share.token == token and not (stale_only and share.end > at.now):
+                    return rules.release(state, share.claim, at)[0], True
+            return state, False
+
+        def exists(now: Key) -> bool:
+            return any(one.version == token for one in now.claims)
+
+        return self._end(key, rule, exists, stale_only)
 
     def take_out(self, key: str, number: int) -> bool:
         """Remove a claim without a heartbeat, and advance the queue.
@@ -89,32 +86,53 @@ class Maintenance(KeyQueue):
         is locked by a transaction. If a process still waits with the claim, it rejoins
         the queue at the same position.
         """
-        return self._delete_claim(
-            f"id = %(number)s AND {IN_QUEUE} AND end_time <= {{now}}",
-            {"key": key, "number": number},
-        )
 
-    def _delete_claim(self, where: str, parameters: dict[str, Any]) -> bool:
-        """Delete the one claim that matches a condition, and advance the queue."""
+        def rule(state: KeyState, at: Moment) -> tuple[KeyState, bool]:
+            for one in state.queue:
+                if one.position == number and one.end <= at.now:
+                    return rules.release(state, one.claim, at)[0], True
+            return state, False
 
-        def step(found: Sequence[Any], row: LockedRow | None) -> bool:
-            # Select the claim by its id. With the condition alone, locked rows of other
-            # claims would be waited for as well.
-            mine = (
-                "SELECT id FROM {claims} WHERE id = %(id)s AND"
-                f" {where}{self.dialect.for_update_patiently}"
-            )
-            number, owner = found
-            if row is None or not self._rows(
-                self._text(mine), parameters | {"id": number}
-            ):
-                return False
-            claim = Claim(key=row.key, ttl=0.0, owner=owner)
-            self._apply(row, table.release, claim, recount=True)
-            return True
+        def exists(now: Key) -> bool:
+            return any(one.pk == number for one in now.claims)
 
-        sql = f"SELECT id, owner FROM {{claims}} WHERE {KEY} AND {where}"
-        return self._end(step, sql, parameters)
+        return self._end(key, rule, exists)
+
+    def _end(
+        self,
+        key: str,
+        rule: Callable[[KeyState, Moment], tuple[KeyState, bool]],
+        exists: Callable[[Key], bool],
+        stale_only: bool = False,
+    ) -> bool:
+        """Apply a rule to what exists, and return whether it was ended."""
+        if stale_only and self.store.observations is not None:
+            # No trusted clock shows that it is stale, and this process has not observed
+            # it.
+            return False
+        # Read first, because a step would create a missing lock row.
+        before = self.store.read([key]).get(key)
+        if before is None or not exists(before):
+            return False
+        session = self.session.raw
+        with suppress(RowLockedError):
+            if self.store.step(key, rule)[0]:
+                return True
+        if self.session.raw is session:
+            return False
+        # A lost reply ends the session, and the step is sent again.
+        after = self.store.read([key]).get(key)
+        return after is None or not exists(after)
+
+    def move_on(self, key: str) -> bool:
+        """Grant a free key to its next waiter.
+
+        Return whether no holder or waiter is in the way any more.
+        """
+        with suppress(RowLockedError):
+            found = self.store.step(key, rules.tidy)[1]
+            return found.is_free and not found.state.queue and not found.state.shares
+        return False
 
     def tidy(self, key: str) -> tuple[int, int]:
         """Delete the ended shared holds and the dead claims of a key.
@@ -123,23 +141,16 @@ class Maintenance(KeyQueue):
         deleted. Both are zero if the key is locked by a transaction.
         """
 
-        def step(row: LockedRow | None) -> tuple[int, int]:
-            if row is None:
-                return 0, 0
-            end = self.dialect.after("forgotten")
-            dead = self._delete_claims(
-                f"{KEY} AND {IN_QUEUE} AND end_time <= {end}",
-                {"key": key, **self._ages()},
-            )
-            return self._apply(row, table.tidy, recount=True)[0], dead
+        def rule(state: KeyState, at: Moment) -> tuple[KeyState, tuple[int, int]]:
+            forgotten = at.now - max(DELETE_AFTER, self.store.grace)
+            queue = tuple(one for one in state.queue if one.end > forgotten)
+            dead = len(state.queue) - len(queue)
+            after, ended = rules.tidy(replace(state, queue=queue), at)
+            return after, (ended, dead)
 
-        return self._step(key, step, busy=lambda: (0, 0))
-
-    def _ages(self) -> dict[str, int]:
-        return {
-            "grace": self._grace,
-            "forgotten": -round(max(DELETE_AFTER, self.grace) * MICROSECONDS),
-        }
+        with suppress(RowLockedError):
+            return self.store.step(key, rule)[0]
+        return 0, 0
 
     # Operations on all keys, in batches.
 
@@ -149,16 +160,28 @@ class Maintenance(KeyQueue):
         Work in batches. For each batch, yield the number of locks and shared holds that
         were freed.
         """
-        for keys, parameters in self._batches("P"):
-            parameters["grace"] = self._grace
-            where = f"{keys} AND {STALE} AND end_time <= {{grace}}"
-            sql = self._sql(self.dialect.update, CLEAR + ", version = {token}", where)
-            yield self._sweep(sql, where, parameters, dry_run)
+        expired = {"end_time__lte": After(-self.store.grace)}
+        stale = self.store.locks.filter(status="P", **expired)
+        if self.store.observations is None:
+            for page in self._under_prefix(stale.values_list("pk", "version")):
+                if dry_run:
+                    yield self._count_unlocked([key for key, _ in page])
+                else:
+                    yield sum(self.clear(*one, stale_only=True) for one in page)
+        claims = self.store.claims.values_list("pk", "key_resource")
+        shares = claims.filter(version__isnull=False, **expired)
         if dry_run:
-            yield self._count_ended_shares()
+            for page in self._pages(shares):
+                mine = [pk for pk, key in page if key.startswith(self.prefix())]
+                yield self._count_unlocked(mine, shares=True)
             return
-        for untidy in self._untidy():
-            yield sum(self.tidy(key)[0] for key in untidy)
+        counted = self.store.locks.filter(Q(waiters__gt=0) | Q(shares__gt=0))
+        for page in self._under_prefix(counted.values_list("pk")):
+            yield sum(self.tidy(key)[0] for (key,) in page)
+        # The remaining claims are not counted, or have no lock row.
+        for page in self._pages(claims.filter(**expired)):
+            keys = {key for _, key in page if key.startswith(self.prefix())}
+            yield sum(self.tidy(key)[0] for key in sorted(keys))
 
     def purge(self, idle_for: float, *, dry_run: bool = False) -> Iterator[int]:
         """Delete the rows of keys that have been free for ``idle_for`` seconds.
@@ -166,52 +189,40 @@ class Maintenance(KeyQueue):
         Work in batches, and yield the number of rows of each. A key with shared holds
         or waiters keeps its row.
         """
-        for keys, parameters in self._batches("S", "F"):
-            parameters["idle"] = -round(idle_for * MICROSECONDS)
-            where = f"{keys} AND {UNUSED}"
-            sql = self._sql(self.dialect.delete, where)
-            yield self._sweep(sql, where, parameters, dry_run)
+        unused = self._unused(idle_for)
+        for page in self._under_prefix(unused.values_list("pk")):
+            keys = [key for (key,) in page]
+            yield self._count_unlocked(keys) if dry_run else self._purge(unused, keys)
 
-    def _batches(self, *statuses: str) -> Iterator[tuple[str, dict[str, Any]]]:
-        # Read ranges of the primary key. The columns that change have no index, and
-        # reading takes no row locks.
-        from dlocks.models import ResourceLock
+    def purge_one(self, key: str, version: int, idle_for: float) -> bool:
+        """Delete the row of one key as ``purge()`` would.
 
-        rows = (
-            ResourceLock.objects.using(self.database)
-            .order_by("pk")
-            .values_list("pk", "status")
-        )
-        for page in self._under_prefix(rows):
-            if keys := [key for key, status in page if status in statuses]:
-                yield self._one_of("key_resource", keys)
-
-    def _untidy(self) -> Iterator[list[str]]:
-        """Yield keys with waiters or shared holds, and keys of expired claims.
-
-        The first ones are found by the counts in the lock rows.
+        Return False if ``version`` is no longer current, if the row is in use, or if it
+        is locked by a transaction.
         """
-        from dlocks.models import LockClaim, ResourceLock
+        unused = self._unused(idle_for).filter(version=version)
+        return self._purge(unused, [key]) == 1
 
-        locks = (
-            ResourceLock.objects.using(self.database)
-            .order_by("pk")
-            .values_list("pk", "waiters", "shares")
+    def _purge(self, unused: Any, keys: Sequence[str]) -> int:
+        def work() -> int:
+            with self.session.writing():
+                rows = unused.filter(pk__in=keys).order_by("pk")
+                rows = rows.select_for_update(skip_locked=True)
+                found = list(rows.values_list("pk", flat=True))
+                return int(self.store.locks.filter(pk__in=found).delete()[0])
+
+        with suppress(RowLockedError):
+            return self.session.run(work)
+        return 0
+
+    def _unused(self, idle_for: float) -> Any:
+        # A row is only deleted once the clock has passed its version. The version of a
+        # new row starts at the clock, and must be larger.
+        claims = self.store.claims.filter(key_resource=OuterRef("pk"))
+        unused = self.store.locks.filter(
+            ~Exists(claims), end_time__lte=After(-idle_for), waiters=0, shares=0
         )
-        for page in self._under_prefix(locks):
-            yield [key for key, waiters, shares in page if waiters or shares]
-        # The remaining claims are not counted, or have no lock row.
-        claims = LockClaim.objects.using(self.database).by_clock().order_by("pk")
-        for page in self._pages(
-            claims.values_list("pk", "key_resource", "seconds_left"), 0
-        ):
-            yield sorted(
-                {
-                    key
-                    for _, key, left in page
-                    if left <= -self.grace and key.startswith(self.prefix)
-                }
-            )
+        return unused.filter(version__lt=Ticks()).exclude(status="P")
 
     def _under_prefix(self, rows: Any) -> Iterator[list[Any]]:
         """Yield rows under the backend's prefix, page by page.
@@ -219,42 +230,141 @@ class Maintenance(KeyQueue):
         The key is the first column of each row.
         """
         # Keys are ordered by their bytes, so the keys with the prefix are contiguous.
-        for page in self._pages(rows.filter(pk__gte=self.prefix), ""):
-            mine = [row for row in page if row[0].startswith(self.prefix)]
-            yield mine
+        prefix = self.prefix()
+        for page in self._pages(rows.filter(pk__gte=prefix)):
+            mine = [row for row in page if row[0].startswith(prefix)]
+            if mine:
+                yield mine
             if len(mine) < len(page):
                 return
 
-    def _pages(self, rows: Any, last: Any) -> Iterator[list[Any]]:
-        while page := self._run(
-            lambda *_, last=last: list(rows.filter(pk__gt=last)[:BATCH])
-        ):
+    def _pages(self, rows: Any) -> Iterator[list[Any]]:
+        rows, last = rows.order_by("pk"), None
+        while True:
+            more = rows if last is None else rows.filter(pk__gt=last)
+            page: list[Any] = self.session.unlocked(list, more[:PAGE])
+            if not page:
+                return
             yield page
             last = page[-1][0]
 
-    def _count_ended_shares(self) -> int:
-        mine, parameters = self._of_prefix()
-        sql = self._text(f"SELECT id FROM {{claims}} WHERE {ENDED_SHARE}{mine}")
-        return self._count_unlocked(
-            self._rows(sql, self._ages() | parameters), "{claims}", "id"
-        )
-
-    def _count_unlocked(self, rows: Sequence[Any], table: str, primary: str) -> int:
+    def _count_unlocked(self, rows: Sequence[Any], *, shares: bool = False) -> int:
         """Count the rows, given by primary key, that no transaction has locked."""
-        found, locked = [row for (row,) in rows], 0
         with suppress(LockBackendError):
-            for start in range(0, len(found), BATCH):
-                locked += len(
-                    self.in_transactions(found[start : start + BATCH], table, primary)
-                )
-        return len(found) - locked
+            return len(rows) - len(self.in_transactions(rows, shares=shares))
+        return len(rows)
 
-    def _sweep(
-        self, sql: str, where: str, parameters: dict[str, Any], dry_run: bool
-    ) -> int:
-        if dry_run:
-            sql = self._text(f"SELECT key_resource FROM {{locks}} WHERE {where}")
-            return self._count_unlocked(
-                self._rows(sql, parameters), "{locks}", "key_resource"
+    # What people see.
+
+    def in_transactions(
+        self, rows: Sequence[Any], *, shares: bool = False
+    ) -> frozenset[Any]:
+        """Return the rows that an open transaction has locked.
+
+        ``rows`` are keys, or the ids of shared holds. On SQLite all of them are
+        returned while another transaction writes, since that locks the whole database.
+        None are returned where no other transaction can have locked them, as within a
+        transaction on SQLite or in a TestCase.
+        """
+        if not rows or self.store.is_alone:
+            return frozenset()
+        locked = frozenset(rows)
+        table, primary = ("{claims}", "id") if shares else ("{locks}", "key_resource")
+        if self.session.engine.one_writer:
+            # It fails if another transaction writes.
+            nothing = f"UPDATE {table} SET version = version WHERE {primary} IS NULL"
+            try:
+                self.session.ask(nothing, {})
+            except RowLockedError:
+                return locked
+            return frozenset()
+        index = " FORCE INDEX (PRIMARY)" if self.session.engine.idle else ""
+        for number in range(LOCKED_TRIES):
+            if number:
+                # Most statements lock a row for a moment only.
+                time.sleep(random.uniform(0, 0.002 * 2**number))  # noqa: S311 (jitter)
+            mine, parameters = self.session.one_of(primary, [*locked], "row")
+            sql = (
+                f"SELECT {primary} FROM {table}{index} WHERE {mine} FOR UPDATE SKIP"
+                " LOCKED"
             )
-        return self._count(sql, parameters)
+            # In a caller's transaction, a row that this locks would stay locked.
+            ask = partial(self.session.ask, sql, parameters)
+            try:
+                found = self.store.run_outside(ask)
+            except RowLockedError:
+                # A table is locked.
+                return locked
+            locked -= {row for (row,) in found.rows}
+            if not locked:
+                break
+        return locked
+
+    def kept(self, keys: Sequence[str] | None = None) -> Kept:
+        """Return which expired leases are kept by open transactions.
+
+        ``None`` covers all keys under the prefix. At most one page is checked, starting
+        with the leases that expired last. The result is empty if the database user may
+        not lock rows.
+        """
+        locks = self.store.locks.filter(status="P", end_time__lte=Now())
+        claims = self.store.claims.filter(version__isnull=False, end_time__lte=Now())
+        if keys is not None:
+            locks = locks.filter(pk__in=keys)
+            claims = claims.filter(key_resource__in=keys)
+        elif prefix := self.prefix():
+            from dlocks.models import under
+
+            locks, claims = locks.filter(under(prefix)), claims.filter(under(prefix))
+        found: list[list[Any]] = []
+        for rows in (locks, claims):
+            newest = rows.order_by("-end_time").values_list("pk", flat=True)
+            found.append(self.session.unlocked(list, newest[:PAGE]))
+        with suppress(LockBackendError):
+            return Kept(
+                self.in_transactions(found[0]),
+                self.in_transactions(found[1], shares=True),
+            )
+        return Kept()
+
+    def holder(self, key: str) -> Holder | None:
+        """Return the holder of a key, which may be stale, or None if it is free."""
+        found = self.store.read([key], by_clock=True).get(key)
+        if found is None:
+            return None
+        holder = rules.holder(found.state, key, found.at)
+        return holder and self._kept_holder(found, holder)
+
+    def sharers(self, key: str) -> Sequence[Holder]:
+        """Return the holders that share a key. Live ones come first."""
+        found = self.store.read([key], by_clock=True).get(key)
+        if found is None:
+            return ()
+        holders = [
+            self._kept_holder(found, rules.holder_of(one, key, found.at))
+            for one in found.state.shares
+        ]
+        return sorted(holders, key=lambda one: one.stale)
+
+    def _kept_holder(self, key: Key, holder: Holder) -> Holder:
+        """Return a holder as one in a transaction, if one keeps its expired lease."""
+        if not holder.stale:
+            return holder
+        ids = [one.pk for one in key.claims if one.version == holder.token]
+        with suppress(LockBackendError):
+            if self.in_transactions(ids or [key.row.pk], shares=bool(ids)):
+                return replace(
+                    holder, remaining=math.inf, stale=False, in_transaction=True
+                )
+        return holder
+
+    def row_of(self, key: str, kept: Kept = Kept()) -> Any:  # noqa: B008 (immutable)
+        """Return the columns of a lock row and its ``state``, or None."""
+        rows = self.store.locks.by_clock(kept).filter(pk=key)
+        return self.session.unlocked(rows.values().first)
+
+    def shares_of(self, key: str, kept: Kept) -> Any:
+        """Return the query for the columns of the shared holds of a key."""
+        shares = self.store.claims.by_clock(kept)
+        shares = shares.filter(key_resource=key, version__isnull=False)
+        return shares.order_by("state", "id").values()

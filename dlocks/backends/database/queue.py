@@ -1,251 +1,271 @@
-"""The queue of a key: heartbeats and polls of its waiters, and their positions."""
+"""The queue of a key, as its waiters use it: they join, send heartbeats and poll."""
 
 from __future__ import annotations
 
 import logging
-import math
+import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any
 
-from dlocks.backends import table
-from dlocks.backends.database.fragments import FREE_BY_CLOCK, IN_QUEUE
-from dlocks.backends.database.joining import Joining
-from dlocks.backends.database.rows import LockedRow, LockSnapshot
-from dlocks.runtime import clock
-from dlocks.sql.dialect import KEY
+from django.db import IntegrityError
+
+from dlocks.backends import table as rules
+from dlocks.backends.base import HEARTBEAT_TIMEOUT
+from dlocks.backends.database.direct import Direct
+from dlocks.backends.database.session import RowLockedError
+from dlocks.backends.database.state import RESERVED, Key
+from dlocks.backends.database.store import Store
+from dlocks.backends.table import KeyState, Moment
+from dlocks.sql.clock import Now, ticks
 from dlocks.values import Claim, Grant, Ticket
 
 logger = logging.getLogger("dlocks")
 
+# Seconds for which a poll waits for the row of a key that became free. Meanwhile no
+# notification is received, and transactions may have locked many keys.
+POLL_WAIT = 0.005
+# Seconds for which a claim that joins waits for the row. Others join at the same time.
+JOIN_WAIT = 0.2
 
-class KeyQueue(Joining):
-    """The part that keeps the waiters of a backend in the queue until their turn."""
 
-    supports_queue: ClassVar[bool] = True
+class Queue:
+    """The part that keeps waiters in the queue until their turn.
 
-    def poll(
-        self, claims: Sequence[Claim], *, heartbeat: bool = True
-    ) -> Mapping[str, Ticket]:
-        if not heartbeat and not any(claim.shared for claim in claims):
-            return self._poll(claims)
-        tickets: dict[str, Ticket] = {}
-        by_owner = {claim.owner: claim for claim in claims}
-        owners, parameters = self._one_of("owner", list(by_owner))
+    ``contended`` are the keys that had waiters when this process last used them. This
+    is only a hint.
+    """
+
+    def __init__(self, store: Store, direct: Direct, contended: set[str]) -> None:
+        self.store = store
+        self.session = store.session
+        self.direct = direct
+        self.contended = contended
+
+    # Joining.
+
+    def join(self, claim: Claim, channel: str, position: int | None) -> Ticket | None:
+        self.store.refuse_unstorable(claim.key)
+        self.contended.add(claim.key)
+        try:
+            joined = self.direct.join(claim, channel) if position is None else None
+            if joined is not None:
+                return joined
+            return self._join_by_step(claim, channel, position)
+        except IntegrityError:
+            # Another claim has this position.
+            return self.join(claim, channel, None)
+        except RowLockedError:
+            return self._join_locked(claim, channel, position)
+
+    def _join_by_step(self, claim: Claim, channel: str, position: int | None) -> Ticket:
+        ticket, key = self.store.step(
+            claim.key,
+            _enqueue,
+            claim,
+            position or sys.maxsize,
+            wait=JOIN_WAIT,
+            channel=channel,
+            position=position,
+        )
+        if not key.state.queue:
+            self.contended.discard(claim.key)
+        return ticket
+
+    def _join_locked(
+        self, claim: Claim, channel: str, position: int | None
+    ) -> Ticket | None:
+        """Join the queue of a key whose row another transaction has locked.
+
+        The row does not count the claim. The next step on the key does.
+        """
+        silent = not self.session.engine.commit_notifies
+        try:
+            self.session.run(self._insert, claim, channel, position)
+        except IntegrityError:
+            if position is not None and self.row_of(claim) is None:
+                return self._join_locked(claim, channel, None)
+        except RowLockedError:
+            if self.session.engine.one_writer:
+                return None
+            # It may have been queued and granted without a known result.
+            return replace(RESERVED, unnotified=True)
+        key = self.store.read([claim.key]).get(claim.key)
+        ticket = key and key.ticket(claim)
+        if key is not None and key.state.is_held:
+            # A lease is released by a statement that notifies.
+            silent = False
+        return replace(ticket or RESERVED, unnotified=silent)
+
+    def _insert(self, claim: Claim, channel: str, position: int | None) -> None:
+        with self.session.writing():
+            self.store.insert_claim(claim, channel, position)
+
+    # Leaving.
+
+    def row_of(self, claim: Claim) -> Any:
+        """Return the row of a queued claim or a shared hold, or None."""
+        rows = self.store.claims.filter(owner=claim.owner).annotate(now=Now())
+        return self.session.unlocked(rows.first)
+
+    def delete(self, claim: Claim) -> bool:
+        """Delete the row of a claim, unless another transaction has locked it."""
+        engine = self.session.engine
+        sql = engine.many("{claims}", "", "owner = %(owner)s", engine.returning)
+        with suppress(RowLockedError):
+            return self.session.ask(sql, {"owner": claim.owner}).changed == 1
+        return False
+
+    # Waiting.
+
+    def poll(self, claims: Sequence[Claim], *, heartbeat: bool) -> Mapping[str, Ticket]:
+        """Return the tickets of claims by owner. Free keys go to their next waiters.
+
+        A heartbeat also counts claims that joined while the row was locked.
+        """
         if heartbeat:
-            with self._with_short_timeout():
-                self._count(
-                    self.hearing(owners), parameters | self._times(), locked=lambda: 0
-                )
-        # Read the claims with rows of their own first. A claim that is granted in
-        # between is then found in the lock row.
-        numbers: dict[str, int] = {}
-        alone: set[str] = set()
-        sql = "SELECT owner, id, version, {left}, counted FROM {claims} WHERE "
-        sql = self._text(sql + owners)
-        for owner, number, version, seconds, counted in self._rows(sql, parameters):
-            if version is None:
-                numbers[owner] = number
-                if not counted:
-                    alone.add(by_owner[owner].key)
-            elif seconds > 0:
-                tickets[owner] = Ticket(grant=Grant(version, float(seconds)))
-        heads = self._heads(claims)
-        for owner, claim in by_owner.items():
-            head = heads.get(claim.key)
-            if owner in tickets:
-                continue
-            if head is not None and head.holder == owner and head.left > 0:
-                tickets[owner] = head.own_ticket
-            elif owner in numbers:
-                tickets[owner] = self._ticket(claim, head, numbers[owner])
-        self._advance_free_keys([by_owner[owner] for owner in numbers], heads, tickets)
-        self._await_transactions(claims, heads, tickets)
-        for key in alone:
-            self._step(
-                key,
-                lambda row: row and self._apply(row, table.tidy, recount=True),
-                busy=lambda: None,
-                tries_if_locked=0,
-            )
-        return tickets
-
-    def _poll(self, claims: Sequence[Claim]) -> dict[str, Ticket]:
-        """Poll only the lock rows, in one statement."""
-        heads = self._heads(claims)
+            self._hear([claim.owner for claim in claims])
         tickets: dict[str, Ticket] = {}
-        for claim in claims:
-            head = heads.get(claim.key)
-            if head is not None and head.holder == claim.owner and head.left > 0:
-                tickets[claim.owner] = head.own_ticket
-            else:
-                tickets[claim.owner] = self._ticket(claim, head, None)
-        self._advance_free_keys(claims, heads, tickets)
-        self._await_transactions(claims, heads, tickets)
+        open_claims = self._turns(claims, tickets, heartbeat=heartbeat)
+        by_key: dict[str, list[Claim]] = {}
+        for claim in open_claims:
+            by_key.setdefault(claim.key, []).append(claim)
+        found = self.store.read(list(by_key)) if by_key else {}
+        for name, mine in by_key.items():
+            tickets |= self._tickets(name, found.get(name), mine, heartbeat)
         return tickets
 
-    def _heads(self, claims: Sequence[Claim]) -> dict[str, LockSnapshot]:
-        """Return snapshots of the lock rows by key.
+    def _hear(self, owners: Sequence[str]) -> None:
+        """Record a heartbeat of claims, except those that a step is granting."""
+        engine = self.session.engine
+        mine, parameters = self.session.one_of("owner", owners, "owner")
+        sql = engine.many(
+            "{claims}",
+            "end_time = {after:heard}",
+            f"{mine} AND version IS NULL",
+            engine.returning,
+        )
+        with suppress(RowLockedError):
+            heard = {"heard": ticks(HEARTBEAT_TIMEOUT)}
+            self.session.ask(sql, parameters | heard, flush=False)
 
-        Each snapshot has the number of waiters ahead of the first of these claims.
+    def _turns(
+        self, claims: Sequence[Claim], tickets: dict[str, Ticket], *, heartbeat: bool
+    ) -> Sequence[Claim]:
+        """Add the tickets of claims whose key has a live exclusive holder.
+
+        Return the other claims. This is the usual answer to a notification and to a
+        heartbeat, and costs one plain statement, or two.
         """
-        keys, parameters = self._one_of(
-            "key_resource", sorted({claim.key for claim in claims})
-        )
-        owners, owner_parameters = self._one_of(
-            "owner", [claim.owner for claim in claims]
-        )
-        # The queue is not read if one of the claims holds the key.
-        before = (
-            f"CASE WHEN {owners} THEN 0 ELSE (SELECT COUNT(*) FROM {{claims}} AS others"
-            " WHERE others.key_resource = {locks}.key_resource AND others.version IS"
-            " NULL AND others.end_time > {now} AND others.id < (SELECT MIN(id) FROM"
-            f" {{claims}} AS mine WHERE mine.{owners} AND mine.key_resource ="
-            " {locks}.key_resource)) END"
-        )
-        sql = self._text(
-            "SELECT key_resource, owner, status, version, {left}, CASE WHEN"
-            f" {FREE_BY_CLOCK} THEN 1 ELSE 0 END, {before}, {{ends}} FROM {{locks}}"
-            f" WHERE {keys}"
-        )
-        asked_at = clock.now()
-        return {
-            key: LockSnapshot(
-                holder,
-                status,
-                version,
-                float(left),
-                bool(free),
-                int(ahead),
-                int(ends),
-                asked_at,
+        if self.store.observations is not None:
+            return claims
+        positions = self._positions(claims) if heartbeat else None
+        session = self.session
+        # Two claims of one process seldom wait for the same key.
+        names = list(dict.fromkeys(claim.key for claim in claims))
+        keys, parameters = session.one_of("key_resource", names, "key")
+        owners, more = session.one_of("owner", [one.owner for one in claims], "owner")
+        heads: dict[str, Sequence[Any]] = {}
+        # A notification usually says that it is the turn of the only claim.
+        texts = [session.engine.turns(keys, owners)]
+        if not heartbeat:
+            texts.insert(0, session.engine.grants(keys, owners))
+        for text in texts:
+            if len(heads) < len(names):
+                sql = session.sql(text)
+                reply = session.unlocked(session.prepared, sql, parameters | more)
+                heads |= {key: head for key, *head in reply.rows}
+        rest = []
+        for claim in claims:
+            owner, token, left, ahead, uncounted = heads.get(
+                claim.key, ("", 0, 0.0, 0, 0)
             )
-            for key, holder, status, version, left, free, ahead, ends in (
-                self._rows(sql, parameters | owner_parameters | self._times())
-            )
-        }
-
-    def _ticket(
-        self, claim: Claim, head: LockSnapshot | None, number: int | None
-    ) -> Ticket:
-        if head is None:
-            return Ticket(position=number)
-        expires_in = head.left + (self.grace if head.status == "P" else 0.0)
-        if self.observations is not None and head.status == "P":
-            expires_in = self.observations.note(
-                claim.key, (head.version, head.ends), head.asked_at
-            )
-        return Ticket(
-            ahead=head.ahead,
-            position=number,
-            # If a lease has expired and the claim must not take it over, a retry raises
-            # the error.
-            must_retry=(head.free or expires_in <= 0)
-            and head.status == "P"
-            and not claim.takeover,
-            next_check=expires_in if expires_in > 0 else math.inf,
-        )
-
-    def _await_transactions(
-        self,
-        claims: Sequence[Claim],
-        heads: Mapping[str, LockSnapshot],
-        tickets: dict[str, Ticket],
-    ) -> None:
-        """Let claims without ``takeover`` wait for transactions that keep leases.
-
-        They keep waiting for an expired lease that a transaction keeps.
-        """
-        asking = {
-            claim.owner: claim.key
-            for claim in claims
-            if not claim.takeover
-            and (ticket := tickets.get(claim.owner)) is not None
-            and (ticket.must_retry and ticket.grant is None)
-            and (head := heads.get(claim.key)) is not None
-            and head.status == "P"
-        }
-        kept = self.in_transactions(sorted(set(asking.values())))
-        tickets |= {
-            owner: replace(tickets[owner], must_retry=False)
-            for owner, key in asking.items()
-            if key in kept
-        }
-
-    def _advance_free_keys(
-        self,
-        claims: Sequence[Claim],
-        heads: Mapping[str, LockSnapshot],
-        tickets: dict[str, Ticket],
-    ) -> None:
-        """Advance the queues of keys that became free without a release.
-
-        The holder died, its transaction ended, or there never was a holder.
-        """
-        for key in {claim.key for claim in claims}:
-            head = heads.get(key)
-            silent = head is not None and head.is_silent
-            if head is not None and self._is_gone(
-                head, [claim for claim in claims if claim.key == key]
+            if claim.key not in heads or (
+                heartbeat and uncounted and owner != claim.owner
             ):
-                self._expire_observed(key, head.version, head.ends)
-            elif head is None or head.free:
-                # Wait only briefly for the row. Meanwhile no notification is received,
-                # and transactions may have locked many keys.
-                granted = self._advanced(key, in_passing=True)
-                silent = granted is None
-                tickets |= {
-                    owner: ticket
-                    for owner, ticket in (granted or {}).items()
-                    if owner in tickets
-                }
-            if silent and not self.dialect.commit_notifies:
-                owners = [claim.owner for claim in claims if claim.key == key]
-                tickets |= {
-                    owner: replace(tickets[owner], unnotified=True) for owner in owners
-                }
+                rest.append(claim)
+            elif owner == claim.owner:
+                tickets[owner] = Ticket(grant=Grant(token, float(left)))
+            elif positions is None or claim.owner in positions:
+                tickets[claim.owner] = Ticket(
+                    ahead=int(ahead),
+                    position=None if positions is None else positions[claim.owner],
+                    next_check=float(left) + self.store.grace,
+                )
+        return rest
 
-    def _is_gone(self, head: LockSnapshot, claims: Sequence[Claim]) -> bool:
-        """Return whether the holder is dead and a claim may take over.
+    def _positions(self, claims: Sequence[Claim]) -> dict[str, int]:
+        """Return the positions of the claims that are in the queue, by owner."""
+        queued = self.store.claims.filter(version__isnull=True)
+        queued = queued.filter(owner__in=[claim.owner for claim in claims])
+        return dict(self.session.unlocked(list, queued.values_list("owner", "pk")))
 
-        A holder is dead if its row was observed unchanged for long enough.
-        """
-        if (
-            self.observations is None
-            or head.status != "P"
-            or not any(claim.takeover for claim in claims)
+    def _tickets(
+        self, name: str, key: Key | None, mine: Sequence[Claim], heartbeat: bool
+    ) -> dict[str, Ticket]:
+        key, is_locked = self._advanced(name, key, mine, heartbeat)
+        tickets: dict[str, Ticket] = {}
+        silent = not self.session.engine.commit_notifies
+        for claim in mine:
+            ticket = None if key is None else key.ticket(claim)
+            if ticket is None:
+                continue
+            if is_locked:
+                # A claim without ``takeover`` waits for the transaction too.
+                ticket = replace(ticket, unnotified=silent, must_retry=False)
+            elif key is not None and key.is_silent:
+                ticket = replace(ticket, unnotified=silent)
+            tickets[claim.owner] = ticket
+        return tickets
+
+    def _advanced(
+        self, name: str, key: Key | None, mine: Sequence[Claim], heartbeat: bool
+    ) -> tuple[Key | None, bool]:
+        """Return a key after a step, if it needs one, and whether its row is locked."""
+        if key is not None and not (
+            key.can_advance or (heartbeat and key.has_uncounted)
         ):
-            return False
-        return (
-            self.observations.note(
-                claims[0].key, (head.version, head.ends), head.asked_at
-            )
-            <= 0
-        )
+            tickets = filter(None, map(key.ticket, mine))
+            if not any(one.must_retry and one is not RESERVED for one in tickets):
+                return key, False
+        # Its holder may have died. Or a transaction keeps its expired lease.
+        try:
+            after = self.store.step(name, rules.tidy, wait=POLL_WAIT)[1]
+        except RowLockedError:
+            return key, True
+        if self.store.observations is not None and key is not None:
+            _log_expiry(key, after)
+        return after, False
 
-    def _expire_observed(self, key: str, version: int, ends: int) -> bool:
-        """Take a key from a holder that was observed for long enough.
+    def waiting(self, key: str) -> int:
+        queued = self.store.claims.filter(key_resource=key, version__isnull=True)
+        count: int = self.session.unlocked(queued.filter(end_time__gt=Now()).count)
+        return count
 
-        Return False if its row has changed since it was observed.
-        """
 
-        def step(row: LockedRow | None) -> bool:
-            if row is None or row.ends != ends or not row.state.is_held:
-                return False
-            return bool(self._apply(row, table.clear, version)[0])
-
-        if not self._step(key, step, busy=lambda: False):
-            return False
+def _log_expiry(before: Key, after: Key) -> None:
+    held = after.state.held
+    has_ended = before.state.is_held and held is not before.state.held
+    if has_ended and (held is None or held.takeover):
         logger.warning(
             "The lease on %r has expired: no renewal was observed for its ttl and the"
             " grace.",
-            key,
+            before.row.pk,
         )
-        return True
 
-    def waiting(self, key: str) -> int:
-        sql = self._text(
-            f"SELECT COUNT(*) FROM {{claims}} WHERE {KEY} AND {IN_QUEUE} AND end_time >"
-            " {now}"
-        )
-        return int(self._rows(sql, {"key": key})[0][0])
+
+def _enqueue(
+    state: KeyState, claim: Claim, position: int, at: Moment
+) -> tuple[KeyState, Ticket]:
+    """Queue a claim, as ``table.enqueue()`` does, in transaction scope as well."""
+    held = state.held
+    mine = held is not None and held.claim.owner == claim.owner
+    if mine and state.is_released and state.expires_in(at) > 0:
+        # It was queued, and the key is reserved for its transaction.
+        return state, RESERVED
+    after, ticket = rules.enqueue(state, claim, position, at)
+    granted = after.hold_of(claim) is not None and after.version > state.version
+    if granted and claim.scope == "transaction":
+        ticket = RESERVED
+    return after, ticket

@@ -1,302 +1,566 @@
-"""The state of a key, read from the database and saved after a change.
+"""The state of a key in the tables, and the step that changes it.
 
-A step applies a function of ``dlocks.backends.table`` to it. The rules are there.
+A step is a short transaction: it locks the key's row with ``select_for_update()``,
+reads the key's claims, applies a rule of ``dlocks.backends.table`` to them, and saves
+the difference. The rules are there, and nowhere else.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+import json
+import random
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from dlocks.backends.database.claims import ClaimRows
-from dlocks.backends.database.fragments import CLEAR, GRANT, IN_QUEUE, MICROSECONDS
-from dlocks.backends.database.notify.notifications import Notifications
-from dlocks.backends.database.rows import MINE, LockedRow
-from dlocks.backends.table import Held, KeyState, Waiting
+from django.core.exceptions import ImproperlyConfigured
+from django.db import IntegrityError
+from django.db.models import CharField, F, Func, Value
+
+from dlocks.backends.base import HEARTBEAT_TIMEOUT, UnstorableKeyError
+from dlocks.backends.database.expiry import Observations
+from dlocks.backends.database.session import RowLockedError, Session, StepError
+from dlocks.backends.database.state import (
+    MOMENT,
+    Key,
+    at_position,
+    claim_of,
+    is_unused,
+)
+from dlocks.backends.table import Held, KeyState, Moment, Waiting
 from dlocks.runtime import clock
-from dlocks.sql.dialect import KEY
-from dlocks.values import Claim, Ticket
+from dlocks.sql.charset import fitted
+from dlocks.sql.clock import After, At, Now, ticks
+from dlocks.transactions import in_testcase
+from dlocks.values import Claim
 
-# How much of the queue is read. The second number is for waiters that may be granted
-# together. MariaDB handles longer lists of numbers like subqueries.
-QUEUE_LIMITS = 8, 900
-# Seconds left of a shared hold that certainly has not ended.
-MOMENT = 0.001
+if TYPE_CHECKING:
+    from dlocks.models import LockClaim, ResourceLock
 
-COLUMNS = (
-    "id, owner, version, {left}, {ends}, shared, permits, scope, takeover, counted,"
-    " handover_ttl, channel, holder, owner_ip"
-)
-CLAIMS = (
-    f"SELECT {COLUMNS} FROM {{claims}} WHERE owner = %(owner)s UNION ALL SELECT * FROM"
-    f" (SELECT {COLUMNS} FROM {{claims}} WHERE {KEY} AND {IN_QUEUE} AND end_time >"
-    " {now} ORDER BY id LIMIT %(limit)s) AS head"
-)
-SHARES = f" UNION ALL SELECT {COLUMNS} FROM {{claims}} WHERE {KEY} AND NOT {IN_QUEUE}"
+T = TypeVar("T")
+
+# Seconds for which a step waits for a row that another step has locked.
+ROW_WAIT = 0.05
+# Seconds of silence after which a queued claim is deleted, and not only skipped.
+DELETE_AFTER = 10.0
+# The maximum size in bytes of what a caller holds, as text. MySQL allows twice that.
+LONGEST_HOLDING = 32_000
+# Maximum number of rows that one statement reads or writes.
+BATCH = 500
+# Seconds after which the server ends a session that idles in a step.
+IDLE_LIMIT = "2s"
 
 
-class ClaimRow(NamedTuple):
-    """A row of a claim, as a step reads it."""
+class AbsentError(StepError):
+    """Some keys have no row. They are the argument."""
 
-    id: int
-    owner: str
-    version: int | None
-    left: float
-    ends: int
-    shared: bool
-    permits: int
-    scope: str
-    takeover: bool
-    counted: bool
-    handover_ttl: int
-    channel: str
-    holder: str
-    owner_ip: str | None
 
-    def claim(self, key: str) -> Claim:
-        return Claim(
-            key=key,
-            ttl=self.handover_ttl / MICROSECONDS,
-            scope="lease" if self.scope == "P" else "transaction",
-            takeover=bool(self.takeover),
-            shared=bool(self.shared),
-            permits=self.permits,
-            holder=self.holder,
-            owner_ip=self.owner_ip,
-            owner=self.owner,
+class ChangedError(StepError):
+    """A claim left the queue without locking the key's row."""
+
+
+class Store:
+    """The two tables of one database."""
+
+    def __init__(
+        self,
+        session: Session,
+        run_outside: Callable[[Callable[[], Any]], Any],
+        notify: Callable[[Collection[str]], None],
+        *,
+        grace: float,
+        observations: Observations | None = None,
+        deletes: bool = False,
+    ) -> None:
+        self.session = session
+        self.grace = grace
+        # Detects dead holders if no clock is trusted.
+        self.observations = observations
+        # Whether the row of a free key is deleted.
+        self.deletes = deletes
+        # Calls a function outside of the caller's transaction.
+        self.run_outside = run_outside
+        # Notifies channels when the open transaction commits.
+        self.notify = notify
+
+    @property
+    def locks(self) -> Any:
+        return _models()[0].objects.using(self.session.database)
+
+    @property
+    def claims(self) -> Any:
+        return _models()[1].objects.using(self.session.database)
+
+    @property
+    def is_alone(self) -> bool:
+        """Return whether no other caller can exist beside the open transaction.
+
+        In a TestCase no other caller can wait, and a committed row would remain for the
+        next test.
+        """
+        session = self.session
+        return session.in_transaction and (
+            session.engine.one_writer or in_testcase(session.connection)
         )
 
+    # What can be stored.
 
-class Store(ClaimRows, Notifications):
-    """The part that applies the rules to a key whose lock row a step has locked."""
+    def fitted(self, text: str) -> str:
+        """Return a text with the characters escaped that the database cannot store."""
+        if text.isascii():
+            return text
+        return self.session.unlocked(fitted, text, self.session.connection)
 
-    # Keys that had waiters when this process last used them. An operation on such a key
-    # starts with the statement for a key with a queue. This is only a hint.
-    _contended_keys: set[str]
+    def refuse_unstorable(self, key: str) -> None:
+        if (fitted := self.fitted(key)) != key:
+            raise UnstorableKeyError(
+                f"The key {key!r} cannot be stored on database"
+                f" {self.session.database!r}. Its encoding, or the charset of the"
+                f" connection, lacks some characters ({fitted}). Use user_key(), which"
+                " makes keys of ASCII characters."
+            )
 
-    def _apply(
-        self,
-        row: LockedRow,
-        function: Callable[..., tuple[KeyState, Any]],
-        *arguments: Any,
-        recount: bool = False,
-        **saving: Any,
-    ) -> tuple[Any, dict[str, Ticket]]:
-        """Apply a function of ``dlocks.backends.table``, and save what it changes.
+    # Reading.
 
-        Return its result, and the tickets of the claims that it granted, by owner.
-        ``recount`` corrects the numbers of claims in the lock row.
+    def read(self, keys: Sequence[str], *, by_clock: bool = False) -> dict[str, Key]:
+        """Return keys as they are, without locking anything.
+
+        ``by_clock`` trusts the database's clock in any case, to show them to people.
         """
-        owner = next((one.owner for one in arguments if isinstance(one, Claim)), "")
-        left: set[int] = set()
-        while True:
-            before, claims, waiters = self._load(row, owner, left, recount=recount)
-            after, result = function(before, *arguments, at=row.at)
-            gone = self._save(row, before, after, claims, waiters, **saving)
-            if not gone:
-                break
-            # These claims left the queue in between, without locking the lock row.
-            left |= gone
-        if not row.waiters:
-            self._contended_keys.discard(row.key)
-        return result, {
-            held.claim.owner: MINE
-            if held is after.held and held.claim.scope == "transaction"
-            else Ticket(grant=held.grant(row.at))
-            for held in (after.held, *after.shares)
-            if held is not None and held.token > before.version
+        return self.session.unlocked(self._read, keys, not by_clock)
+
+    def peek(self, key: str, *, by_clock: bool = False) -> Key | None:
+        """Return a key without its claims."""
+        rows, asked_at = self.locks.annotate(now=Now()).filter(pk=key), clock.now()
+        found: list[Any] = self.session.unlocked(list, rows)
+        if not found:
+            return None
+        return self._key(found[0], [], asked_at, observed=not by_clock)
+
+    def _read(self, keys: Sequence[str], observed: bool) -> dict[str, Key]:
+        # The claims come first. One that is granted in between is found in the row.
+        claims: dict[str, list[Any]] = {key: [] for key in keys}
+        asked_at = clock.now()
+        found = self.claims.filter(key_resource__in=keys).order_by("pk")
+        for claim in found.annotate(now=Now()):
+            claims[claim.key_resource].append(claim)
+        rows = self.locks.annotate(now=Now()).filter(pk__in=keys)
+        return {
+            row.pk: self._key(row, claims[row.pk], asked_at, observed=observed)
+            for row in rows
         }
 
-    def _load(
-        self, row: LockedRow, owner: str, left: set[int], *, recount: bool
-    ) -> tuple[KeyState, dict[str, ClaimRow], int]:
-        """Return the state of a key, its rows by owner, and the number of waiters.
-
-        The state has all shared holds, but only the head of the queue, and the claim
-        of ``owner``.
-        """
-        waiters = self._recount_waiters(row.key) if recount else row.waiters
-        sql = self._text(CLAIMS + (SHARES if row.shares or recount else ""))
-        asked_at = clock.now()
-        for limit in QUEUE_LIMITS:
-            parameters = {"key": row.key, "owner": owner, "limit": limit}
-            rows = {one[0]: ClaimRow(*one) for one in self._rows(sql, parameters)}
-            found = [rows[number] for number in sorted(rows.keys() - left)]
-            live = [one for one in found if one.version is None and one.left > 0]
-            if len(live) < limit or (
-                live[0].permits <= limit if live[0].shared else live[0].takeover
-            ):
-                break
-        if waiters and not live:
-            waiters = self._recount_waiters(row.key)
-        # If no clock is trusted, or with a single writer, an expired shared hold whose
-        # row still exists belonged to its claim all the time.
-        unclocked = self.observations is not None or self.dialect.one_writer
-        shares = [one for one in found if one.version is not None]
-        ended = {one.id for one in shares if self._has_ended(row.key, one, asked_at)}
-        kept: frozenset[int] = frozenset()
-        if ended:
-            # A transaction keeps the shared hold that guards it.
-            kept = self._find_transaction_locks(sorted(ended), "{claims}", "id")
-        held = []
-        for one in shares:
-            mine = unclocked and one.owner == owner
-            end = one.left
-            if one.id in ended and one.id not in kept and not mine:
-                end = -math.inf
-            elif unclocked or one.id in kept:
-                end = max(end, MOMENT)
-            held.append(Held(one.claim(row.key), one.version or 0, row.at.date, end))
-        state = replace(
-            row.state,
-            shares=tuple(held),
-            queue=tuple(
-                Waiting(one.claim(row.key), one.id, one.left)
-                for one in found
-                if one.version is None
-            ),
-        )
-        return state, {one.owner: one for one in found}, waiters
-
-    def _has_ended(self, key: str, share: ClaimRow, asked_at: float) -> bool:
-        if self.observations is None:
-            return share.left <= -self.grace
-        seen = share.version, share.ends
-        return self.observations.note((key, share.id), seen, asked_at) <= 0
-
-    def _save(
+    def _key(
         self,
-        row: LockedRow,
-        before: KeyState,
-        after: KeyState,
-        claims: dict[str, ClaimRow],
-        waiters: int,
+        row: Any,
+        claims: Sequence[Any],
+        asked_at: float,
+        mine: str = "",
         *,
+        observed: bool = True,
+    ) -> Key:
+        # The row was read before or after the claims.
+        date = max(one.now for one in (row, *claims))
+        now = date.timestamp()
+        # On SQLite, and if no clock is trusted, an expired share that still exists
+        # belonged to its claim all the time.
+        unclocked = self.observations is not None or self.session.engine.one_writer
+        at = Moment(now, self.grace, ticks(now), date)
+        shares, queue = [], []
+        for one in claims:
+            end = self._end(one, now, asked_at if observed else None)
+            if one.version is None:
+                queue.append(Waiting(claim_of(one), one.pk, end))
+            else:
+                if unclocked and one.owner == mine:
+                    end = max(end, now + MOMENT)
+                shares.append(
+                    Held(
+                        claim_of(one), one.version, one.begin_time, end, one.hold_count
+                    )
+                )
+        last = Claim(
+            key=row.pk,
+            ttl=0.0,
+            owner=row.owner,
+            holder=row.holder,
+            owner_ip=row.owner_ip,
+        )
+        end = self._end(row, now, asked_at if observed else None)
+        held = Held(last, row.version, row.begin_time or date, end, row.hold_count)
+        state = KeyState(
+            row.version, held, row.status != "P", tuple(shares), tuple(queue)
+        )
+        return Key(row, claims, state, at)
+
+    def _end(self, row: Any, now: float, asked_at: float | None) -> float:
+        """Return when a lease ends, by the database's clock or by observation."""
+        end = float(row.end_time.timestamp())
+        waits = row.version is None or getattr(row, "status", "P") != "P"
+        if self.observations is None or asked_at is None or waits:
+            return end
+        left = self.observations.note(row.pk, (row.version, end), asked_at)
+        return now + left - self.grace
+
+    # Steps.
+
+    def step(
+        self,
+        key: str,
+        rule: Callable[..., tuple[KeyState, T]],
+        *arguments: Any,
+        wait: float = ROW_WAIT,
+        in_turn: bool = False,
+        flush: bool = True,
+        **saving: Any,
+    ) -> tuple[T, Key]:
+        """Apply a rule to a key, and return its result and the key as it is now.
+
+        Raise RowLockedError if another transaction has locked the row for ``wait``
+        seconds. With ``in_turn``, it waits in the engine's own queue of the row, if
+        there is one, for up to a second.
+        """
+        mine = next((one.owner for one in arguments if isinstance(one, Claim)), "")
+
+        def work(turn: bool) -> tuple[T, Key]:
+            (locked,) = self._lock([key], wait, flush, mine, in_turn=turn)
+            return self.apply(locked, rule, *arguments, **saving), locked
+
+        # A number that the database draws may be taken by a claim that has brought it.
+        draws = saving.get("position") is None
+        return self._transaction(work, wait, draws=draws, in_turn=in_turn)
+
+    def step_all(
+        self,
+        keys: Sequence[str],
+        work: Callable[[Sequence[Key]], T],
+        *,
+        flush: bool = True,
+    ) -> T:
+        """Call ``work`` with several keys, given in order, that one step has locked."""
+
+        def locked(_: bool) -> T:
+            found: list[Key] = []
+            for start in range(0, len(keys), BATCH):
+                found += self._lock(keys[start : start + BATCH], ROW_WAIT, flush)
+            return work(found)
+
+        return self._transaction(locked, ROW_WAIT)
+
+    def _transaction(
+        self,
+        work: Callable[[bool], T],
+        wait: float,
+        *,
+        draws: bool = True,
+        in_turn: bool = False,
+    ) -> T:
+        """Call ``work`` in a transaction of its own, again after lost races."""
+        engine = self.session.engine
+        in_turn = in_turn and bool(engine.in_turn)
+
+        def attempt(turn: bool) -> T:
+            with self.session.transaction():
+                return work(turn)
+
+        deadline, pause, turn = time.monotonic() + wait, 0.001, False
+        while True:
+            try:
+                return self.session.run(attempt, turn)
+            except AbsentError as error:
+                self.create(sorted(error.args[0]))
+            except ChangedError:
+                pass
+            except IntegrityError:
+                if not draws:
+                    raise
+            except RowLockedError:
+                if engine.limits_waits or time.monotonic() > deadline:
+                    raise
+                turn = in_turn
+                if not turn:
+                    time.sleep(random.uniform(0, pause))  # noqa: S311 (jitter)
+                    pause = min(2 * pause, 0.016)
+
+    def _lock(
+        self,
+        keys: Sequence[str],
+        wait: float,
+        flush: bool,
+        mine: str = "",
+        *,
+        in_turn: bool = False,
+    ) -> list[Key]:
+        """Lock the rows of keys, in their order. Raise RowLockedError or AbsentError.
+
+        PostgreSQL waits up to ``wait`` seconds, in the order of arrival. It ends the
+        session if this process is stopped in the middle, and does not flush the commit
+        if a crash may lose it. The select list is evaluated before the row is locked.
+        """
+        session = self.session
+        if session.engine.one_writer and not self.is_alone:
+            # The first statement writes, because a transaction that has only read
+            # cannot always continue with a write.
+            self.locks.filter(pk__in=keys[:1]).update(waiters=F("waiters"))
+        if in_turn:
+            self._wait_in_turn(keys)
+        rows = self.locks.select_for_update(nowait=not (wait and self._limits))
+        asked_at = clock.now()
+        rows = rows.annotate(now=Now(), **self._settings(wait, flush))
+        locked = list(rows.filter(pk__in=keys).order_by("pk"))
+        if len(locked) < len(keys):
+            raise AbsentError({*keys} - {row.pk for row in locked})
+        # A second statement, since the first one may have waited for a row.
+        claims = self.claims.filter(key_resource__in=keys).annotate(now=Now())
+        found = list(claims.order_by("pk"))
+        by_key: dict[str, list[Any]] = {row.pk: [] for row in locked}
+        for one in found:
+            by_key[one.key_resource].append(one)
+        return [
+            self._without_kept(self._key(row, by_key[row.pk], asked_at, mine))
+            for row in locked
+        ]
+
+    @property
+    def _limits(self) -> bool:
+        """Return whether the statement that locks a row can set limits.
+
+        In a TestCase, they would stay.
+        """
+        return self.session.engine.limits_waits and not self.session.is_nested
+
+    def _settings(self, wait: float, flush: bool) -> dict[str, Any]:
+        """Return what the statement that locks a row sets for its transaction."""
+        if not self._limits:
+            return {}
+        settings = {
+            "lock_timeout": f"{max(1, round(wait * 1000))}ms",
+            "idle_in_transaction_session_timeout": IDLE_LIMIT,
+            # The ORM qualifies the tables in SELECT alone.
+            "search_path": self.session.search_path,
+        }
+        if not flush:
+            settings["synchronous_commit"] = "off"
+        return {
+            f"its_{name}": Func(
+                Value(name),
+                Value(value),
+                Value(True),
+                function="set_config",
+                output_field=CharField(),
+            )
+            for name, value in settings.items()
+        }
+
+    def _wait_in_turn(self, keys: Sequence[str]) -> None:
+        mine, parameters = self.session.one_of("key_resource", keys, "key")
+        sql = f"SELECT 1 FROM {{locks}} WHERE {mine} ORDER BY key_resource"
+        sql = self.session.sql(sql + self.session.engine.in_turn)
+        self.session.execute(sql, parameters)
+
+    def _without_kept(self, key: Key) -> Key:
+        """Return a locked key in which no share has ended that a transaction keeps."""
+        ended = [
+            one for one in key.state.shares if one.end + key.at.grace <= key.at.now
+        ]
+        if not ended:
+            return key
+        ids = {one.owner: one.pk for one in key.claims}
+        rows = self.claims.filter(pk__in=[ids[one.claim.owner] for one in ended])
+        free = {*rows.select_for_update(skip_locked=True).values_list("pk", flat=True)}
+        kept = [one for one in ended if ids[one.claim.owner] not in free]
+        for one in kept:
+            key.state = key.state.with_hold(one, replace(one, end=key.at.now + MOMENT))
+        return key
+
+    def apply(
+        self,
+        key: Key,
+        rule: Callable[..., tuple[KeyState, T]],
+        *arguments: Any,
         status: str = "S",
         channel: str = "",
-        number: int | None = None,
-    ) -> set[int]:
-        """Write the difference between two states, and notify the granted claims.
+        position: int | None = None,
+    ) -> T:
+        """Apply a rule to a locked key, save what it changes, and return its result.
 
-        Return the ids of rows that do not exist any more. Then nothing was written.
-        ``status`` is that of a released key. ``channel`` and ``number`` are those of a
-        claim that joins the queue.
+        ``status`` is that of a released key. ``channel`` and ``position`` are those of
+        a claim that joins the queue.
         """
-        old = {held.claim.owner: held for held in before.shares}
+        before = key.state
+        after, result = rule(before, *arguments, at=key.at)
+        forgotten = key.at.now - DELETE_AFTER
+        heard = tuple(one for one in after.queue if one.end > forgotten)
+        after = replace(after, queue=heard)
         shares = {held.claim.owner: held for held in after.shares}
-        queued = {waiting.claim.owner: waiting for waiting in after.queue}
-        changed = {
-            owner: held for owner, held in shares.items() if held is not old.get(owner)
-        }
-        gone = [
-            one
-            for owner, one in claims.items()
-            if owner not in shares and owner not in queued
-        ]
-        written = [one for owner, one in claims.items() if owner in changed]
-        if missing := self._lock_claims([one.id for one in (*gone, *written)]):
-            return missing
-        if gone:
-            self._delete_claims(*self._one_of("id", [one.id for one in gone]))
-        self._write_shares(before, [(one, changed[one.owner]) for one in written])
-        for owner, held in changed.items():
-            if owner not in claims:
-                self._insert_claim(held.claim, version=held.token)
-        for owner, waiting in queued.items():
-            if owner not in claims:
-                self._insert_claim(waiting.claim, channel, number, counted=True)
-                waiters += 1
-        left = [one for one in (*gone, *written) if one.version is None]
-        waiters = max(0, waiters - sum(bool(one.counted) for one in left))
-        if waiters and not queued:
-            # A commit has counted claims whose rows do not say so.
-            waiters = self._recount_waiters(row.key)
-        self._write_lock(row, before, after, waiters, status)
-        holder = after.held.claim.owner if after.held else ""
-        for channel in {
-            one.channel for one in left if one.owner in changed or one.owner == holder
-        }:
-            self._notify_on_commit(channel)
-        return set()
-
-    def _lock_claims(self, ids: list[int]) -> set[int]:
-        """Lock rows of claims, and return the ids of those that do not exist."""
-        if not ids or self.dialect.one_writer:
-            return set()
-        # Wait for one row at a time. For a list, InnoDB reads a small table from end to
-        # end, and would wait for every locked row.
-        sql = self._text(
-            f"SELECT id FROM {{claims}} WHERE id = %(id)s"
-            f"{self.dialect.for_update_patiently}"
+        queue = {one.claim.owner: one for one in after.queue}
+        rows = {one.owner: one for one in key.claims}
+        gone = [one for owner, one in rows.items() if owner not in {*shares, *queue}]
+        old = {held.claim.owner: held for held in before.shares}
+        written = [held for owner, held in shares.items() if held is not old.get(owner)]
+        self._delete_claims([one.pk for one in gone])
+        for held in written:
+            if held.claim.owner in rows:
+                self._write_share(rows[held.claim.owner], held, before.version)
+            else:
+                self.insert_claim(held.claim, held=held)
+        for owner, one in queue.items():
+            if owner not in rows:
+                new = self.insert_claim(one.claim, channel, position)
+                after, result = at_position(after, owner, new.pk, result)
+        self._write_row(key, before, after, status)
+        granted = {held.claim.owner for held in (after.held, *written) if held}
+        self.notify(
+            {
+                one.channel
+                for one in rows.values()
+                if one.version is None and one.owner in granted and one.channel
+            }
         )
-        return {
-            number
-            for number in self._find_transaction_locks(ids, "{claims}", "id")
-            if not self._rows(sql, {"id": number})
-        }
+        key.state = after
+        return result
 
-    def _write_shares(
-        self, before: KeyState, written: Sequence[tuple[ClaimRow, Held]]
-    ) -> None:
-        """Write shared holds that were extended, kept or granted."""
-        alike: dict[tuple[float, bool, int], dict[int, int]] = {}
-        for one, held in written:
-            shape = held.end, held.token > before.version, held.count
-            alike.setdefault(shape, {})[one.id] = held.token
-        for (end, is_new, count), tokens in alike.items():
-            ids, parameters = self._one_of("id", list(tokens))
-            assignments = f"end_time = {self._renewed}"
-            if is_new or not count:
-                assignments += f", hold_count = {count}"
-            if is_new:
-                cases = " ".join(
-                    f"WHEN %({one})s THEN %(token_{one})s" for one in parameters
-                )
-                assignments += f", version = CASE id {cases} END, begin_time = {{now}}"
-                parameters |= {
-                    f"token_{one}": tokens[parameters[one]] for one in parameters
-                }
-            sql = self.dialect.update("{claims}", assignments, ids, "id")
-            parameters["ttl"] = round(end * MICROSECONDS)
-            self._count(self._text(sql), parameters)
+    def _delete_claims(self, ids: list[int]) -> None:
+        if not ids:
+            return
+        rows = self.claims.filter(pk__in=ids)
+        if self.session.engine.idle:
+            # On InnoDB, the DELETE would wait for a transaction that pins a claim.
+            list(rows.select_for_update(nowait=True).values_list("pk"))
+        if rows.delete()[0] < len(ids):
+            raise ChangedError
 
-    def _write_lock(
+    def _write_share(self, row: Any, held: Held, version: int) -> None:
+        changes: dict[str, Any] = {"end_time": At(held.end), "hold_count": held.count}
+        if held.token > version:
+            changes |= {"version": held.token, "begin_time": At(held.since.timestamp())}
+        if not self.claims.filter(pk=row.pk).update(**changes):
+            raise ChangedError
+
+    def insert_claim(
         self,
-        row: LockedRow,
-        before: KeyState,
-        after: KeyState,
-        waiters: int,
-        status: str,
+        claim: Claim,
+        channel: str = "",
+        position: int | None = None,
+        held: Held | None = None,
+    ) -> Any:
+        return self.claims.create(
+            id=position,
+            key_resource=claim.key,
+            owner=claim.owner,
+            holder=self.fitted(claim.holder)[:255],
+            owner_ip=claim.owner_ip,
+            begin_time=Now(),
+            end_time=At(held.end) if held else After(HEARTBEAT_TIMEOUT),
+            version=held.token if held else None,
+            hold_count=1 if held else 0,
+            shared=claim.shared,
+            permits=claim.permits,
+            scope="P" if claim.scope == "lease" else "S",
+            takeover=claim.takeover,
+            counted=True,
+            handover_ttl=ticks(claim.ttl),
+            channel=channel,
+            holding=to_text(claim.holding),
+        )
+
+    def _write_row(
+        self, key: Key, before: KeyState, after: KeyState, status: str
     ) -> None:
-        assignments, held = [], after.held
-        parameters: dict[str, Any] = {"key": row.key, "status": status}
-        if held is None:
-            assignments += [CLEAR] if before.held else []
-        elif held is not before.held:
-            parameters["ttl"] = round(held.end * MICROSECONDS)
+        held, row = after.held, key.row
+        changes: dict[str, Any] = {}
+        if held is None and before.held is not None:
+            changes = {"status": "F", "owner": "", "hold_count": 0, "end_time": Now()}
+        elif held is not None and held is not before.held:
+            changes = {"end_time": At(held.end)}
             if held.token > before.version:
-                assignments.append(GRANT.partition(", version")[0])
-                parameters |= {
+                changes |= {
                     "status": "P" if held.claim.scope == "lease" else "S",
                     "owner": held.claim.owner,
-                    "holder": self._fitted(held.claim.holder)[:255],
+                    "holder": self.fitted(held.claim.holder)[:255],
                     "owner_ip": held.claim.owner_ip,
+                    "begin_time": At(held.since.timestamp()),
+                    "hold_count": 1,
                 }
-            else:
-                assignments.append(
-                    "status = %(status)s, hold_count = 0, end_time = {end}"
-                )
-        for name, was, now in (
-            ("version", before.version, after.version),
-            ("waiters", row.waiters, waiters),
-            ("shares", row.shares, len(after.shares)),
+            elif after.is_released:
+                changes |= {"status": status, "hold_count": 0}
+        for name, number in (
+            ("version", after.version),
+            ("waiters", len(after.live(key.at))),
+            ("shares", len(after.shares)),
         ):
-            if now != was:
-                assignments.append(f"{name} = %({name})s")
-                parameters[name] = now
-        if assignments:
-            sql = f"UPDATE {{locks}} SET {', '.join(assignments)} WHERE {KEY}"
-            self._count(self._text(sql), parameters)
-        row.state, row.waiters, row.shares = after, waiters, len(after.shares)
+            if getattr(row, name) != number:
+                changes[name] = number
+                setattr(row, name, number)
+        if self.deletes and is_unused(after, key.at):
+            self.locks.filter(pk=row.pk).delete()
+        elif changes:
+            self.locks.filter(pk=row.pk).update(**changes)
+
+    def create(self, keys: Sequence[str]) -> None:
+        """Create rows as free, in statements that are committed by themselves.
+
+        An uncommitted insert would make all other callers wait.
+        """
+        create = partial(self._create, keys)
+        if self.session.in_transaction and not self.is_alone:
+            self.run_outside(create)
+        else:
+            create()
+
+    def _create(self, keys: Sequence[str]) -> None:
+        session = self.session
+        many = session.engine.create_many and len(keys) > 1
+        if many and not session.in_transaction:
+            for start in range(0, len(keys), BATCH):
+                with suppress(RowLockedError):
+                    some = {"keys": keys[start : start + BATCH]}
+                    session.ask(session.engine.create_many, some)
+            return
+        for key in keys:
+            nothing = Claim(key=key, ttl=0.0, owner="")
+            with suppress(RowLockedError):
+                self.insert(nothing, status="S", count=0)
+
+    def insert(self, claim: Claim, *, status: str = "P", count: int = 1) -> None:
+        """Insert the row of a claim, unless there is one. A crash may lose it.
+
+        Raise RowLockedError if another transaction has inserted it.
+        """
+        session = self.session
+        session.send(
+            "insertion",
+            {
+                "key": claim.key,
+                "status": status,
+                "owner": claim.owner,
+                "holder": self.fitted(claim.holder)[:255],
+                "owner_ip": claim.owner_ip,
+                "ttl": ticks(claim.ttl),
+                "count": count,
+            },
+            False,
+            nested=session.in_transaction,
+        )
+
+
+def to_text(holding: Iterable[Any]) -> str:
+    """Return the keys that a caller holds as JSON, or an empty text for none."""
+    holding = list(holding)
+    while len(text := json.dumps(holding)) > LONGEST_HOLDING:
+        # The deadlock may then stay unnoticed, and end by a timeout.
+        holding = holding[: len(holding) // 2]
+    return text if holding else ""
+
+
+def _models() -> tuple[type[ResourceLock], type[LockClaim]]:
+    try:
+        from dlocks.models import LockClaim, ResourceLock
+    except RuntimeError as error:
+        raise ImproperlyConfigured(
+            "Add 'dlocks' to INSTALLED_APPS, and run 'manage.py migrate'."
+        ) from error
+    return ResourceLock, LockClaim

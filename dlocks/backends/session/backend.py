@@ -32,11 +32,13 @@ from django.core import checks
 from django.core.exceptions import ImproperlyConfigured
 from django.utils.translation import gettext_lazy
 
+from dlocks.backends.database.session import Session as CallerSession
 from dlocks.backends.session.queue import EngineQueue
 from dlocks.backends.session.sessions import Entry, Session, SessionDiedError
 from dlocks.backends.session.waiting_claims import SessionInspector
 from dlocks.runtime import clock
 from dlocks.runtime.process import each_in_child
+from dlocks.sql.clock import TICKS
 from dlocks.values import Claim, Grant, Holder, seconds
 
 
@@ -85,6 +87,8 @@ class SessionBackend(EngineQueue):
                 f"session_pooling must be True or False, not {session_pooling!r}"
             )
         self.database = database
+        # For locks of the caller's transaction.
+        self.caller = CallerSession(database)
         self.renew_every = seconds("ping", ping, above_zero=True)
         self.linger = seconds("linger", linger)
         self.places = waiting
@@ -275,16 +279,16 @@ class SessionBackend(EngineQueue):
 
     # Locks of the caller's transaction, on PostgreSQL.
 
-    def in_transaction(self, connection: Any = None) -> bool:
-        return self._kind.shares and super().in_transaction(connection)
+    def in_transaction(self) -> bool:
+        return self._kind.shares and self.caller.in_transaction
 
     def _acquire_in_transaction(self, claim: Claim) -> Grant | None:
         sql = (
             "SELECT CASE WHEN current_setting('transaction_isolation') NOT LIKE 'read"
             " %%committed' THEN -1 WHEN pg_try_advisory_xact_lock(%(name)s) THEN"
-            f" {self.dialect.ticks} END"
+            f" {TICKS['postgresql']} END"
         )
-        ((token,),) = self._rows(sql, {"name": self._name(claim.key)})
+        ((token,),) = self.caller.rows(sql, {"name": self._name(claim.key)})
         if token == -1:
             raise RuntimeError(
                 f"{claim.key!r} cannot be locked in this transaction, which runs above"
@@ -300,7 +304,7 @@ class SessionBackend(EngineQueue):
             " granted AND pid = pg_backend_pid() AND (classid::bigint << 32 |"
             " objid::bigint) = %(name)s"
         )
-        return bool(self._rows(sql, {"name": self._name(claim.key)}))
+        return bool(self.caller.rows(sql, {"name": self._name(claim.key)}))
 
     # Forks.
 

@@ -17,7 +17,6 @@ from django.db import connections
 # functools has a mutex in Python 3.11, which a forked child could find locked.
 from django.utils.functional import cached_property
 
-from dlocks.backends.database.statements import Statements
 from dlocks.backends.local_claims import LocalClaims
 from dlocks.backends.session.mysql import MySQLSession
 from dlocks.backends.session.postgresql import PostgreSQLSession
@@ -34,7 +33,7 @@ logger = logging.getLogger("dlocks")
 SESSIONS = {"postgresql": PostgreSQLSession, "mysql": MySQLSession}
 
 
-class Claims(Statements, LocalClaims):
+class Claims(LocalClaims):
     """The tables of claims and sessions, which one mutex guards."""
 
     maintainer_name = "dlocks-sessions"
@@ -71,7 +70,7 @@ class Claims(Statements, LocalClaims):
             return int.from_bytes(digest[:8], "big", signed=True)
         # The names of GET_LOCK are case-insensitive, and shared by all databases of a
         # server.
-        text = f"{self.connection.settings_dict['NAME']}\0{key}"
+        text = f"{connections[self.database].settings_dict['NAME']}\0{key}"
         return "dlocks:" + hashlib.sha256(text.encode()).hexdigest()[:48]
 
     # The sessions.

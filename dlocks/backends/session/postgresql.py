@@ -12,7 +12,8 @@ from django.db.utils import Error
 
 from dlocks.backends.session.sessions import Session
 from dlocks.exceptions import LockBackendError
-from dlocks.sql.postgresql import PostgreSQL, sqlstate_of
+from dlocks.sql.clock import TICKS
+from dlocks.sql.engines import sqlstate_of
 
 _NAME = "%(value)s::bigint"
 _IDENTITY = "concat(pid, ' ', extract(epoch FROM backend_start))"
@@ -25,7 +26,7 @@ _THIS = (
 
 def _granted(condition: str) -> str:
     # CASE evaluates in order, so the clock is read after the grant.
-    return f"SELECT CASE WHEN {condition} THEN {PostgreSQL.ticks} END"
+    return f"SELECT CASE WHEN {condition} THEN {TICKS['postgresql']} END"
 
 
 class PostgreSQLSession(Session):
@@ -42,7 +43,7 @@ class PostgreSQLSession(Session):
         "try shared again": (
             f"SELECT CASE WHEN NOT EXISTS (SELECT FROM pg_locks WHERE NOT granted AND"
             f" {_THIS}) THEN CASE WHEN pg_try_advisory_lock_shared({_NAME}) THEN"
-            f" {PostgreSQL.ticks} END END"
+            f" {TICKS['postgresql']} END END"
         ),
         "wait": _granted(f"pg_advisory_lock({_NAME}) IS NOT NULL"),
         "wait shared": _granted(f"pg_advisory_lock_shared({_NAME}) IS NOT NULL"),

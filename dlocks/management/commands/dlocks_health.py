@@ -165,5 +165,5 @@ def _figures(backend: DatabaseBackend) -> dict[str, Any]:
 def _clock_skew(backend: DatabaseBackend) -> float:
     """Return by how many seconds the database's clock is ahead of this host's."""
     before = time.time()
-    ((ticks,),) = backend._rows(backend._text("SELECT {ticks}"), {})
+    ((ticks,),) = backend.session.ask("SELECT {ticks}", {}).rows
     return float(int(ticks) / 1e6 - (before + time.time()) / 2)

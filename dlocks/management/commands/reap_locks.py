@@ -52,13 +52,15 @@ class Command(LockCommand):
             # Deletion comes first, so that a dry run counts the same rows. Each batch
             # is its own committed transaction.
             if idle is not None:
-                for number in backend.purge(idle, dry_run=dry_run):
+                for number in backend.maintenance.purge(idle, dry_run=dry_run):
                     deleted += number
                 results.append(f"{_plural(deleted, 'unused row')} {will}deleted")
-            for number in backend.reap(dry_run=dry_run):
+            for number in backend.maintenance.reap(dry_run=dry_run):
                 freed += number
             results.insert(0, f"{_plural(freed, 'stale lock')} {will}cleared")
-            for number in backend.delete_older_than(history_for, dry_run=dry_run):
+            for number in backend.records.delete_older_than(
+                history_for, dry_run=dry_run
+            ):
                 forgotten += number
             if forgotten or backend.history:
                 records = _plural(forgotten, "record")

@@ -75,7 +75,7 @@ INSERT = {"BACKEND": "dlocks.backends.database.InsertBackend"}
 EVERY_BACKEND = "grace, prefix, slow_hold, slow_wait, timeout, ttl"
 DATABASE_FAMILY = (
     "database, deadlock_after, expiry, grace, history, listen, prefix, prepare,"
-    " slow_hold, slow_wait, spin, timeout, ttl"
+    " slow_hold, slow_wait, timeout, ttl"
 )
 NOTHING, MODEL = "nowhere.backends.Backend", "django.db.models.Model"
 SETTINGS_ERRORS = [

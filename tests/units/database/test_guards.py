@@ -63,7 +63,7 @@ def test_a_guarded_shared_hold_blocks_no_work_on_other_claims(level, workers):
             # guarded hold.
             owner = rows.OWNER[:16] + "f" * 16
             waiting.append(rows.waits("price", shared=True, owner=owner).pk)
-            backend.move_on("price")
+            backend.maintenance.move_on("price")
             admitted = LockClaim.objects.filter(pk__in=waiting, version__gt=1000)
             tokens = list(admitted.order_by("pk").values_list("version", flat=True))
             assert len(tokens) == 4
@@ -77,7 +77,7 @@ def test_a_guarded_shared_hold_blocks_no_work_on_other_claims(level, workers):
             rows.dead("price")
         ResourceLock.objects.filter(pk="price").update(waiters=0)
         with guarded():
-            assert backend.tidy("price") == (0, 3)
+            assert backend.maintenance.tidy("price") == (0, 3)
             assert rows.now("price").waiters == 3
             counted = LockClaim.objects.filter(key_resource="price", counted=True)
             assert counted.count() == 3
@@ -89,9 +89,13 @@ def test_a_guarded_shared_hold_blocks_no_work_on_other_claims(level, workers):
         recent = timezone.now() - timedelta(seconds=1)
         places = [rows.claim("stock", recent).pk for _ in range(3)]
         with guarded() as token:
-            assert [backend.end_share("stock", one) for one in tokens] == [True] * 3
-            assert [backend.take_out("stock", place) for place in places] == [True] * 3
-            assert not backend.end_share("stock", token)
+            assert [backend.maintenance.end_share("stock", one) for one in tokens] == [
+                True
+            ] * 3
+            assert [
+                backend.maintenance.take_out("stock", place) for place in places
+            ] == [True] * 3
+            assert not backend.maintenance.end_share("stock", token)
 
 
 @SERVERS

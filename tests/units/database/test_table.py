@@ -223,9 +223,9 @@ def test_the_grace_applies_to_shared_holds():
 def long_queue():
     """Let the leases and heartbeats of the queue outlast a test."""
     patch = pytest.MonkeyPatch()
-    for module in ("backends.table", "backends.database.claims"):
-        patch.setattr(f"dlocks.{module}.HANDOVER_LEASE", LONG)
-    for module in ("backends.table", "backends.database.statements"):
-        patch.setattr(f"dlocks.{module}.HEARTBEAT_TIMEOUT", LONG)
+    for module in ("table", "database.direct"):
+        patch.setattr(f"dlocks.backends.{module}.HANDOVER_LEASE", LONG)
+    for module in ("table", "database.direct", "database.store", "database.queue"):
+        patch.setattr(f"dlocks.backends.{module}.HEARTBEAT_TIMEOUT", LONG)
     yield
     patch.undo()

@@ -38,9 +38,9 @@ def test_locks_need_nothing_that_windows_lacks():
         script="""
         from django.db import connections
         from dlocks import db_lock
-        from dlocks.backends.database.notify import datagram, notifications
+        from dlocks.backends.database import notify
         # There is no /proc.
-        datagram.this_host = notifications.this_host = lambda: ""
+        notify.this_host = lambda: ""
         def wait():
             with db_lock("stock:7", timeout=20) as hold:
                 tokens.append(hold.token)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
+import re
 from typing import Any
-
-from dlocks.sql.dialect import escape_unencodable
 
 
 def fitted(text: str, connection: Any) -> str:
@@ -27,3 +27,15 @@ def fitted(text: str, connection: Any) -> str:
             )
         return text if charset == "utf8mb4" else escape_unencodable(text, charset)
     return escape_unencodable(text, "utf-8")
+
+
+def escape_unencodable(text: str, charset: str) -> str:
+    """Return a text in which characters outside a character set are escaped."""
+    # For some encodings, Python has other names than PostgreSQL.
+    name = re.sub("(?i)^win(?=[0-9])", "cp", charset)
+    name = re.sub("(?i)^koi8(?=[ru]$)", "koi8-", name)
+    try:
+        codec = codecs.lookup(name).name
+    except LookupError:
+        codec = "ascii"
+    return text.encode(codec, "backslashreplace").decode(codec)

@@ -1,14 +1,18 @@
-"""The successor of the database backends uses the public interfaces of others alone."""
+"""The database backends use the public interfaces of others alone."""
 
 import ast
 from pathlib import Path
 
 import pytest
 
-from tests.internals import relational
+from tests.internals import database, sql
 
-MODULES = sorted(Path(relational.__path__[0]).glob("*.py"))
-TABLE = Path(relational.__path__[0]).parent / "table.py"
+MODULES = [
+    module
+    for package in (database, sql)
+    for module in sorted(Path(package.__path__[0]).glob("*.py"))
+]
+TABLE = Path(database.__path__[0]).parent / "table.py"
 # An interface of models that Django documents in spite of its name.
 DOCUMENTED = {"_meta"}
 # The functions that may write attributes of a connection: the restoration after an

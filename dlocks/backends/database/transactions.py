@@ -17,12 +17,12 @@ from typing import Any
 from django.db import transaction
 
 from dlocks.backends import table as rules
-from dlocks.backends.relational.clock import ticks
-from dlocks.backends.relational.holders import Holders
-from dlocks.backends.relational.session import RowLockedError, Session
-from dlocks.backends.relational.store import Store
+from dlocks.backends.database.holders import Holders
+from dlocks.backends.database.session import RowLockedError, Session
+from dlocks.backends.database.store import Store
 from dlocks.backends.table import KeyState, Moment
 from dlocks.exceptions import LockNotAwaitable, LockStale
+from dlocks.sql.clock import ticks
 from dlocks.text import permits_taken
 from dlocks.values import UNLIMITED, Claim, Grant, Holder
 

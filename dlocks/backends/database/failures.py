@@ -6,11 +6,12 @@ import inspect
 from contextlib import suppress
 from typing import Any
 
+from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import Error
 
-from dlocks.backends.relational.engines import Engine
 from dlocks.exceptions import LockBackendError
+from dlocks.sql.engines import Engine, sqlstate_of
 
 # The status of a connection of psycopg while a statement is running.
 ACTIVE = 1
@@ -52,6 +53,14 @@ def is_refused(error: Error, engine: Engine | None) -> bool:
 
 def how_to_migrate(database: str) -> str:
     """Return a sentence about how to create the tables."""
+    name = str(connections[database].settings_dict["NAME"])
+    # A test database is shared by the threads of its process.
+    if name == ":memory:" or ("mode=memory" in name and "cache=shared" not in name):
+        return (
+            f"DATABASES[{database!r}] is in memory, where each thread has a database of"
+            " its own: only the thread that ran 'migrate' finds the table. Use a"
+            " database in a file."
+        )
     return f"Run 'manage.py migrate dlocks --database {database}'."
 
 
@@ -94,12 +103,10 @@ def is_unmigrated(error: BaseException) -> bool:
     """Return whether the error means that a table or column of dlocks is missing."""
     if isinstance(error, LockBackendError) and error.__cause__ is not None:
         error = error.__cause__
-    cause = error.__cause__
-    state = getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None)
     # These are undefined_table and undefined_column of PostgreSQL, the codes of MySQL
     # and MariaDB, and SQLite's messages.
     return (
-        state in {"42P01", "42703"}
+        sqlstate_of(error) in {"42P01", "42703"}
         or error.args[:1] in {(1146,), (1054,)}
         or any(words in str(error) for words in ("no such table", "no such column"))
     )

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from django.db.backends.base.base import BaseDatabaseWrapper
-from django.db.models import BigIntegerField, Expression
+from django.db.models import BigIntegerField, Expression, FloatField, Func
 
 from dlocks.fields import ClockField
 
@@ -81,6 +81,17 @@ class After(Expression):
         return LATER[connection.vendor].format("%s"), [self.ticks]
 
 
+class Once(After):
+    """The same time, which is evaluated once.
+
+    So an index on the column that is compared with it can be used.
+    """
+
+    def as_sql(self, compiler: Any, connection: BaseDatabaseWrapper) -> Any:
+        sql, parameters = super().as_sql(compiler, connection)
+        return f"(SELECT {sql})", parameters
+
+
 class At(Expression):
     """A time that was read from the database, in seconds since 1970."""
 
@@ -95,6 +106,22 @@ class At(Expression):
             return "to_timestamp(%s)", [self.seconds]
         date = datetime.fromtimestamp(self.seconds, UTC).replace(tzinfo=None)
         return "%s", [date.isoformat(" ", "microseconds")]
+
+
+class SecondsUntil(Func):
+    """Seconds from now, by the database's clock, until the time in a column.
+
+    They are negative if that time has passed.
+    """
+
+    output_field = FloatField()
+    arity = 1
+
+    def as_sql(  # type: ignore[override]
+        self, compiler: Any, connection: BaseDatabaseWrapper, **extra: Any
+    ) -> Any:
+        column, parameters = compiler.compile(self.source_expressions[0])
+        return SECONDS[connection.vendor].format(column), parameters
 
 
 def ticks(seconds: float) -> int:

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from dlocks.backends.base import HANDOVER_LEASE, HEARTBEAT_TIMEOUT
-from dlocks.backends.relational import notify
-from dlocks.backends.relational.clock import LATER, ticks
-from dlocks.backends.relational.session import RowLockedError
-from dlocks.backends.relational.store import Store, to_text
+from dlocks.backends.database import notify
+from dlocks.backends.database.session import RowLockedError
+from dlocks.backends.database.store import Store, to_text
+from dlocks.sql.clock import LATER, ticks
 from dlocks.values import Claim, Ticket
 
 # Tries on InnoDB, where a statement skips a row that another one has locked.

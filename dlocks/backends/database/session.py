@@ -26,8 +26,7 @@ from django.db.utils import (
 from django.utils.functional import cached_property
 
 from dlocks.backends.base import TableLockedError
-from dlocks.backends.relational.engines import ENGINES, Engine
-from dlocks.backends.relational.failures import (
+from dlocks.backends.database.failures import (
     abandon,
     failure_of,
     how_to_migrate,
@@ -35,11 +34,12 @@ from dlocks.backends.relational.failures import (
     is_in_statement,
     is_refused,
 )
-from dlocks.backends.relational.limits import writer_limits
+from dlocks.backends.database.limits import writer_limits
 from dlocks.exceptions import LockBackendError, LockError
 from dlocks.runtime.connected import connection_of
 from dlocks.runtime.pools import close_lost
 from dlocks.runtime.requests import nested_request
+from dlocks.sql.engines import Engine, engine_of
 from dlocks.sql.schemas import find_tables, qualified, schema_of
 
 T = TypeVar("T")
@@ -97,28 +97,22 @@ class Session:
     @cached_property
     def engine(self) -> Engine:
         connection = self.connection
-        vendor = connection.vendor
-        if vendor == "mysql":
-            mariadb = self._is_mariadb(connection)
-            vendor = "mariadb" if mariadb else vendor
-        if vendor not in ENGINES:
-            raise ImproperlyConfigured(
-                f"dlocks has no database backend for {vendor!r}. Use PostgreSQL,"
-                " MariaDB, MySQL or SQLite."
-            )
-        return ENGINES[vendor]
+        if connection.vendor == "mysql":
+            self._ask_which(connection)
+        return engine_of(connection)
 
-    def _is_mariadb(self, connection: Any, *, again: bool = True) -> bool:
+    def _ask_which(self, connection: Any, *, again: bool = True) -> None:
         # Django queries the server once. This may fail like any statement.
         try:
-            return bool(connection.mysql_is_mariadb)
+            bool(connection.mysql_is_mariadb)
+            return
         except Error as error:
             again = again and connection.connection is not None
             if not again or self.in_transaction or is_in_statement():
                 raise self._failure(error, was_sent=False) from error
         # The connection was lost in an earlier statement, which was not ours.
         connection.close()
-        return self._is_mariadb(connection, again=False)
+        self._ask_which(connection, again=False)
 
     @property
     def in_transaction(self) -> bool:
@@ -526,21 +520,6 @@ class Session:
         """
         if connection.connection is not None and self.in_transaction:
             abandon(connection)
-
-    def refuse_lost(self) -> None:
-        """Raise LockBackendError if only a lost connection turned autocommit off."""
-        # On other engines, autocommit is a matter of the client alone.
-        connection = self.connection
-        if (
-            connection.vendor == "mysql"
-            and connection.connection is not None
-            and not connection.is_usable()
-        ):
-            raise LockBackendError(
-                f"The connection to database {self.database!r} was lost while a"
-                " transaction ended. Close it with 'connection.close()', as Django does"
-                " at the end of a request."
-            )
 
     def _end_with_server(self, connection: BaseDatabaseWrapper, error: Error) -> None:
         """Let Django roll back a transaction that the server has rolled back.

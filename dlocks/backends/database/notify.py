@@ -22,8 +22,8 @@ from typing import Any
 from django.db import transaction
 from django.db.utils import Error
 
+from dlocks.backends.database.session import Session, is_own_session
 from dlocks.backends.notifiers import Notifier
-from dlocks.backends.relational.session import Session, is_own_session
 from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
 from dlocks.runtime.polling import ready

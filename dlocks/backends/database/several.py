@@ -14,13 +14,13 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.models import CharField, Expression
 
 from dlocks.backends import table as rules
-from dlocks.backends.relational.clock import After, Now
-from dlocks.backends.relational.holders import Holders
-from dlocks.backends.relational.session import RowLockedError
-from dlocks.backends.relational.state import Key
-from dlocks.backends.relational.store import BATCH, Store
+from dlocks.backends.database.holders import Holders
+from dlocks.backends.database.session import RowLockedError
+from dlocks.backends.database.state import Key
+from dlocks.backends.database.store import BATCH, Store
 from dlocks.exceptions import LockStale
 from dlocks.runtime import clock
+from dlocks.sql.clock import After, Now
 from dlocks.values import Claim, Grant
 
 T = TypeVar("T")

@@ -1,1 +1,0 @@
-"""How waiters of a database are notified."""
