@@ -481,7 +481,7 @@ class Actor:
     async def detach(self, entry: Entry) -> str | None:
         """Detach a hold, or leave it if that is refused."""
         alone = all(
-            other is entry or other.leaving is not None
+            other is entry or other.outcome is not None
             for other in list(self.round.entries)
             if other.owners & entry.owners
         )
