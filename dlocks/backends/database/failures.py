@@ -15,6 +15,8 @@ from dlocks.sql.engines import Engine, sqlstate_of
 
 # The status of a connection of psycopg while a statement is running.
 ACTIVE = 1
+# The code of MySQL and MariaDB for a request that comes before a reply was read.
+OUT_OF_SYNC = 2014
 # The functions of Django's cursor that call the driver.
 STATEMENTS = {
     ("django.db.backends.utils", "_execute"),
@@ -67,16 +69,23 @@ def how_to_migrate(database: str) -> str:
 def interrupt_in(
     connection: Any, error: BaseException | None, handled: BaseException | None
 ) -> BaseException | None:
-    """Return the exception that interrupted a COMMIT on PostgreSQL, or None.
+    """Return the exception that interrupted a COMMIT, or None.
 
     Django cleans up while the COMMIT is still running. This fails with an error of its
     own, which hides the interrupt. ``handled`` is the exception that the caller was
     already handling. It is in the context of every error.
     """
     raw = connection.connection
-    if connection.vendor != "postgresql" or raw is None:
-        return None
-    if raw.closed or raw.info.transaction_status != ACTIVE:
+    if connection.vendor == "mysql":
+        is_running = error is not None and error.args[:1] == (OUT_OF_SYNC,)
+    else:
+        is_running = (
+            connection.vendor == "postgresql"
+            and raw is not None
+            and not raw.closed
+            and raw.info.transaction_status == ACTIVE
+        )
+    if not is_running:
         return None
     while error is not None and error is not handled:
         if not isinstance(error, (Error, connection.Database.Error)):

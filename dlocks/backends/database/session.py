@@ -339,13 +339,20 @@ class Session:
 
         In a TestCase it is a savepoint of the test's transaction.
         """
-        connection = self.connection
-        if self.in_transaction:
-            with self._in_schema(), transaction.atomic(using=self.database):
-                yield
-            return
-        with self._limited_idle(connection), transaction.atomic(using=self.database):
-            yield
+        around = self._in_schema if self.in_transaction else self._limited_idle
+        raised: BaseException | None = None
+        try:
+            with around(), transaction.atomic(using=self.database):
+                try:
+                    yield
+                except BaseException as error:
+                    raised = error
+                    raise
+        except Error:
+            # The rollback may fail too. Its error must not hide an interrupt.
+            if raised is None or isinstance(raised, (Error, StepError, LockError)):
+                raise
+            raise raised from None
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -381,16 +388,14 @@ class Session:
     def search_path(self) -> str:
         return self.connection.ops.quote_name(self.schema)
 
-    def _limited_idle(
-        self, connection: BaseDatabaseWrapper
-    ) -> AbstractContextManager[object]:
-        # On PostgreSQL, the statement that locks the row sets this.
-        return self._idle_limit(connection) if self.engine.idle else nullcontext()
-
     @contextmanager
-    def _idle_limit(self, connection: BaseDatabaseWrapper) -> Iterator[None]:
+    def _limited_idle(self) -> Iterator[None]:
         """Let the server end the session if it idles for 2 s within the block."""
-        names = self.engine.idle
+        connection, names = self.connection, self.engine.idle
+        if not names:
+            # On PostgreSQL, the statement that locks the row sets this.
+            yield
+            return
         limits = (
             f"@dlocks_{one} = @@SESSION.{one}, SESSION {one} = 2" for one in names
         )
