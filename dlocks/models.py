@@ -217,7 +217,7 @@ class ResourceLock(models.Model):
     waiters = models.PositiveIntegerField(
         _("waiters"),
         db_default=0,
-        help_text=_("At least the number of counted claims in the queue."),
+        help_text=_("The number of claims in the queue, as last counted."),
     )
     shares = models.PositiveIntegerField(
         _("shares"), db_default=0, help_text=_("The number of shared holds.")
@@ -269,9 +269,6 @@ class LockClaim(models.Model):
         help_text=_("The status of the lock row after the grant."),
     )
     takeover = models.BooleanField(_("takeover"))
-    counted = models.BooleanField(
-        _("counted"), help_text=_("Whether the lock row counts it as a waiter.")
-    )
     handover_ttl = models.BigIntegerField(
         _("handover ttl"), help_text=_("Microseconds of the lease after a handover.")
     )

@@ -72,7 +72,6 @@ def claim(key: str, end: datetime, **fields: object) -> LockClaim:
         "permits": UNLIMITED,
         "scope": P,
         "takeover": True,
-        "counted": version is None,
         "handover_ttl": 1_500_000,
         **fields,
     }

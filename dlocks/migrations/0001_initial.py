@@ -91,7 +91,7 @@ class Migration(migrations.Migration):
                     "waiters",
                     models.PositiveIntegerField(
                         db_default=0,
-                        help_text="At least the number of counted claims in the queue.",
+                        help_text="The number of claims in the queue, as last counted.",
                         verbose_name="waiters",
                     ),
                 ),
@@ -155,13 +155,6 @@ class Migration(migrations.Migration):
                     ),
                 ),
                 ("takeover", models.BooleanField(verbose_name="takeover")),
-                (
-                    "counted",
-                    models.BooleanField(
-                        help_text="Whether the lock row counts it as a waiter.",
-                        verbose_name="counted",
-                    ),
-                ),
                 (
                     "handover_ttl",
                     models.BigIntegerField(

@@ -25,12 +25,11 @@ TRIES = 4
 
 COLUMNS = (
     "key_resource, owner, holder, owner_ip, begin_time, end_time, hold_count, shared,"
-    " permits, scope, takeover, counted, handover_ttl, channel, holding"
+    " permits, scope, takeover, handover_ttl, channel, holding"
 )
 VALUES = (
     "%(key)s, %(owner)s, %(holder)s, {owner_ip}, {now}, {after:heard}, 0, %(shared)s,"
-    " %(permits)s, %(scope)s, %(takeover)s, %(counted)s, %(ttl)s, %(channel)s,"
-    " %(holding)s"
+    " %(permits)s, %(scope)s, %(takeover)s, %(ttl)s, %(channel)s, %(holding)s"
 )
 # The lease of a new holder, in microseconds. MIN() of SQLite is NULL without a waiter.
 LEASE = "COALESCE(MIN(first.handover_ttl, %(lease)s), 0)"
@@ -104,7 +103,6 @@ class Direct:
             "permits": claim.permits,
             "scope": "P" if claim.scope == "lease" else "S",
             "takeover": claim.takeover,
-            "counted": True,
             "ttl": ticks(claim.ttl),
             "channel": channel,
             "holding": to_text(claim.holding),

@@ -461,7 +461,6 @@ class Store:
             permits=claim.permits,
             scope="P" if claim.scope == "lease" else "S",
             takeover=claim.takeover,
-            counted=True,
             handover_ttl=ticks(claim.ttl),
             channel=channel,
             holding=to_text(claim.holding),

@@ -244,9 +244,9 @@ def million_rows(transactional_db):
             )
             cursor.execute(
                 "INSERT INTO dlocks_lockclaim (key_resource, owner, holder, begin_time,"
-                " end_time, hold_count, shared, permits, scope, takeover, counted,"
+                " end_time, hold_count, shared, permits, scope, takeover,"
                 " handover_ttl, channel, holding) SELECT 'number:' || n, md5(n::text),"
-                " '', now(), now(), 0, false, 1, 'P', true, true, 0, '', ''"
+                " '', now(), now(), 0, false, 1, 'P', true, 0, '', ''"
                 " FROM generate_series(1, 10000) n"
             )
             cursor.execute("ANALYZE dlocks_resourcelock, dlocks_lockclaim")
