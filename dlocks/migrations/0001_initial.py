@@ -21,11 +21,29 @@ def set_storage(apps: Any, schema_editor: Any) -> None:
         schema_editor.execute("ALTER TABLE dlocks_lockclaim STATS_PERSISTENT = 0")
 
 
+class CreateTable(migrations.CreateModel):
+    """Create a table in whose indexes a key of 255 characters fits.
+
+    In the row formats COMPACT and REDUNDANT, which a server may have as default, InnoDB
+    indexes at most 767 bytes of a column. See
+    https://dev.mysql.com/doc/refman/8.4/en/innodb-limits.html
+    """
+
+    def database_forwards(
+        self, app_label: str, schema_editor: Any, from_state: Any, to_state: Any
+    ) -> None:
+        usual = schema_editor.sql_create_table
+        if schema_editor.connection.vendor == "mysql":
+            schema_editor.sql_create_table = f"{usual} ROW_FORMAT=DYNAMIC"
+        super().database_forwards(app_label, schema_editor, from_state, to_state)
+        schema_editor.sql_create_table = usual
+
+
 class Migration(migrations.Migration):
     initial = True
     dependencies = []
     operations = [
-        migrations.CreateModel(
+        CreateTable(
             name="ResourceLock",
             fields=[
                 (
@@ -109,7 +127,7 @@ class Migration(migrations.Migration):
                 "default_permissions": ("view",),
             },
         ),
-        migrations.CreateModel(
+        CreateTable(
             name="LockClaim",
             fields=[
                 ("id", models.BigAutoField(primary_key=True, serialize=False)),
@@ -189,7 +207,7 @@ class Migration(migrations.Migration):
                 ],
             },
         ),
-        migrations.CreateModel(
+        CreateTable(
             name="HoldRecord",
             fields=[
                 ("id", models.BigAutoField(primary_key=True, serialize=False)),

@@ -8,15 +8,17 @@ from __future__ import annotations
 import json
 import logging
 import threading
+from io import StringIO
 
 import pytest
 from django.conf import settings
 from django.core.checks import run_checks
+from django.core.management import call_command
 from django.db import connection, transaction
 from django.test import override_settings
 
 from dlocks import LockBackendError, db_lock, db_rwlock, history
-from dlocks.models import HoldRecord
+from dlocks.models import HoldRecord, LockClaim, ResourceLock
 from tests import jobs
 from tests.for_each import for_each
 from tests.timing import eventually
@@ -295,3 +297,34 @@ def test_a_key_that_cannot_be_stored_is_refused(in_database, over_connection):
         )
         assert "user_key()" in message
     assert logged == []
+
+
+def keys_of_the_tables(pipe, key):
+    """Hold a key and share it, with a history, and return the keys in the tables."""
+    options = settings.DLOCKS["default"] | {"OPTIONS": {"history": True}}
+    with override_settings(DLOCKS={"default": options}):
+        db_lock(key).acquire().release()
+        with db_rwlock(key).read():
+            keys = [*LockClaim.objects.all(), *ResourceLock.objects.all()]
+        history.flush()
+    return {one.key_resource for one in (*keys, *HoldRecord.objects.all())}
+
+
+@pytest.mark.engine("mariadb", "mysql")
+def test_a_server_with_compact_rows_stores_the_longest_keys(in_database):
+    """The migration states the row format, whose indexes have room for them.
+
+    The default of such a server limits a column in an index to 767 bytes.
+    """
+    key, printed = "🔒" * 255, StringIO()
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT @@GLOBAL.innodb_default_row_format")
+        (usual,) = cursor.fetchone()
+        cursor.execute("SET GLOBAL innodb_default_row_format = compact")
+        try:
+            found = in_database(keys_of_the_tables, "utf8mb4", key)
+        finally:
+            cursor.execute(f"SET GLOBAL innodb_default_row_format = {usual}")
+    assert found == {key}
+    call_command("sqlmigrate", "dlocks", "0001", stdout=printed)
+    assert printed.getvalue().count(" ROW_FORMAT=DYNAMIC;") == 3
