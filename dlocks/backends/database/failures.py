@@ -6,6 +6,7 @@ import inspect
 from contextlib import suppress
 from typing import Any
 
+from django.core.exceptions import ImproperlyConfigured
 from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import Error
@@ -106,6 +107,12 @@ def is_in_statement() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def not_installed() -> ImproperlyConfigured:
+    return ImproperlyConfigured(
+        "Add 'dlocks' to INSTALLED_APPS, and run 'manage.py migrate'."
+    )
 
 
 def is_unmigrated(error: BaseException) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple, TypeVar
 
+from django.apps import apps
 from django.core.exceptions import ImproperlyConfigured
 from django.db import transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
@@ -33,6 +34,7 @@ from dlocks.backends.database.failures import (
     interrupt_in,
     is_in_statement,
     is_refused,
+    not_installed,
 )
 from dlocks.backends.database.limits import writer_limits
 from dlocks.exceptions import LockBackendError, LockError
@@ -96,6 +98,8 @@ class Session:
 
     @cached_property
     def engine(self) -> Engine:
+        if not apps.is_installed("dlocks"):
+            raise not_installed()
         connection = self.connection
         if connection.vendor == "mysql":
             self._ask_which(connection)

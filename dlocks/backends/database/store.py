@@ -16,12 +16,12 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from django.core.exceptions import ImproperlyConfigured
 from django.db import IntegrityError
 from django.db.models import CharField, F, Func, Value
 
 from dlocks.backends.base import HEARTBEAT_TIMEOUT, UnstorableKeyError
 from dlocks.backends.database.expiry import Observations
+from dlocks.backends.database.failures import not_installed
 from dlocks.backends.database.session import RowLockedError, Session, StepError
 from dlocks.backends.database.state import (
     MOMENT,
@@ -559,7 +559,5 @@ def _models() -> tuple[type[ResourceLock], type[LockClaim]]:
     try:
         from dlocks.models import LockClaim, ResourceLock
     except RuntimeError as error:
-        raise ImproperlyConfigured(
-            "Add 'dlocks' to INSTALLED_APPS, and run 'manage.py migrate'."
-        ) from error
+        raise not_installed() from error
     return ResourceLock, LockClaim
