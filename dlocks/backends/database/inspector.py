@@ -15,7 +15,7 @@ from dlocks.backends import table as rules
 from dlocks.backends.base import HEARTBEAT_TIMEOUT, Inspector
 from dlocks.backends.database.state import Key
 from dlocks.text import duration, shown_holder, shows_holder
-from dlocks.values import Claim, HeldKey, Holder, WaitingClaim
+from dlocks.values import Claim, HeldKey, Holder, Waiter, WaitingClaim
 
 
 class DatabaseInspector(Inspector):
@@ -73,6 +73,24 @@ class DatabaseInspector(Inspector):
 
     def sharers(self, key: str) -> tuple[Sequence[Holder], int]:
         return self.backend.maintenance.sharers(key), self.backend.waiting(key)
+
+    def waiters(self, key: str, prefix: str) -> Sequence[Waiter]:
+        found = self.backend.store.read([key], by_clock=True).get(key)
+        if found is None:
+            return ()
+        now = found.at.now
+        return [
+            Waiter(
+                holder=row.holder,
+                owner_ip=row.owner_ip,
+                holds=tuple(held.removeprefix(prefix) for held in row.held_keys),
+                waits_for=key.removeprefix(prefix),
+                waited=max(0.0, now - row.begin_time.timestamp()),
+                shared=row.shared,
+            )
+            for row in found.claims
+            if row.version is None and row.end_time.timestamp() > now
+        ]
 
     def waiting_claims(self) -> Sequence[WaitingClaim]:
         store = self.backend.store
