@@ -38,6 +38,7 @@ def test_every_kind_of_lock_works_with_sql_safe_updates(doomed):
     worker = doomed(DLOCKS_TEST_OPTIONS=json.dumps(option))
     for using in FAMILY:
         assert len(worker.call(jobs.whole_cycle, using)) == 5
+    assert isinstance(worker.call(jobs.try_once, "stock:7"), int)
     assert worker.call(jobs.rights, "purge") > 0
 
 
