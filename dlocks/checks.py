@@ -16,7 +16,7 @@ from django.db.utils import Error
 
 from dlocks.conf import UnknownDatabaseError, backends
 from dlocks.exceptions import LockBackendError
-from dlocks.sql.schemas import find_tables
+from dlocks.sql.schemas import find_tables, qualified, schema_of
 
 if TYPE_CHECKING:
     from dlocks.backends.base import Backend
@@ -25,6 +25,29 @@ if TYPE_CHECKING:
 
 
 Messages = list[checks.CheckMessage]
+
+# The triggers of two tables, each with the name of its table.
+TRIGGERS = {
+    "postgresql": (
+        "SELECT relname, tgname FROM pg_trigger JOIN pg_class ON pg_class.oid = tgrelid"
+        " WHERE tgrelid IN (to_regclass(%s), to_regclass(%s)) AND NOT tgisinternal AND"
+        " tgenabled <> 'D' ORDER BY relname, tgname"
+    ),
+    "mysql": (
+        "SELECT event_object_table, trigger_name FROM information_schema.triggers WHERE"
+        " event_object_schema = DATABASE() AND event_object_table IN (%s, %s) ORDER BY"
+        " event_object_table, trigger_name"
+    ),
+    "sqlite": (
+        "SELECT tbl_name, name FROM sqlite_master WHERE type = 'trigger' AND tbl_name"
+        " IN (%s, %s) ORDER BY tbl_name, name"
+    ),
+}
+# Those of two tables that have row security.
+ROW_SECURITY = (
+    "SELECT relname FROM pg_class WHERE oid IN (to_regclass(%s), to_regclass(%s)) AND"
+    " relrowsecurity ORDER BY relname"
+)
 
 
 @checks.register("dlocks")
@@ -138,6 +161,7 @@ def check_tables(databases: Sequence[str] | None = None, **kwargs: Any) -> Messa
                 # A session does not find tables in another schema, so they would be
                 # reported as missing.
                 messages += _check_schema(backend) or _check_migrated(backend)
+                messages += _check_interference(backend)
                 if backend.connection.vendor == "mysql":
                     messages += _check_innodb(backend)
                 if backend.connection.vendor != "sqlite":
@@ -205,6 +229,43 @@ def _check_schema(backend: DatabaseBackend) -> Messages:
     refusal = find_tables(backend.connection).refusal(backend.database)
     # An error would stop the migrate that solves the problem.
     return [] if refusal is None else [checks.Warning(refusal, id="dlocks.W008")]
+
+
+def _check_interference(backend: DatabaseBackend) -> Messages:
+    """Check that no policy hides rows, and that no trigger changes them."""
+    from dlocks.models import LockClaim, ResourceLock
+
+    connection = backend.connection
+    vendor, schema = connection.vendor, schema_of(connection)
+    tables = [ResourceLock._meta.db_table, LockClaim._meta.db_table]
+    if vendor == "postgresql":
+        tables = [qualified(table, connection, schema) for table in tables]
+    hiding: Sequence[Any] = ()
+    with connection.cursor() as cursor:
+        cursor.execute(TRIGGERS[vendor], tables)
+        triggers = cursor.fetchall()
+        if vendor == "postgresql":
+            cursor.execute(ROW_SECURITY, tables)
+            hiding = cursor.fetchall()
+    messages: Messages = [
+        checks.Warning(
+            f"The table {table} on database {backend.database!r} has row security. A"
+            " hold whose row a policy hides does not keep other roles out.",
+            hint=f"ALTER TABLE {table} DISABLE ROW LEVEL SECURITY;",
+            id="dlocks.W010",
+        )
+        for (table,) in hiding
+    ]
+    return messages + [
+        checks.Warning(
+            f"The table {table} on database {backend.database!r} has the trigger"
+            f" {trigger!r}. It runs with every lock, which fails or is granted wrongly"
+            " if the trigger fails or changes a row.",
+            hint="Drop the trigger, or silence this warning if it does neither.",
+            id="dlocks.W011",
+        )
+        for table, trigger in triggers
+    ]
 
 
 def _check_innodb(backend: DatabaseBackend) -> Messages:

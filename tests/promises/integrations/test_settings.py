@@ -304,6 +304,47 @@ def test_a_collation_that_confuses_keys_is_an_error_with_a_fix():
             assert check_tables() == []
 
 
+TRIGGER = "CREATE TRIGGER of_a_test BEFORE UPDATE ON dlocks_lockclaim "
+CREATE_TRIGGER, DROP_TRIGGER = {
+    "postgresql": (
+        TRIGGER + "EXECUTE FUNCTION suppress_redundant_updates_trigger()",
+        "DROP TRIGGER of_a_test ON dlocks_lockclaim",
+    ),
+    "mysql": (TRIGGER + "FOR EACH ROW SET @x = 1", "DROP TRIGGER of_a_test"),
+    "sqlite": (TRIGGER + "BEGIN SELECT 1; END", "DROP TRIGGER of_a_test"),
+}[connection.vendor]
+
+
+@pytest.mark.storage
+@pytest.mark.django_db(transaction=True)
+def test_a_trigger_on_the_tables_causes_a_warning():
+    assert check_tables() == []
+    with connection.cursor() as cursor:
+        cursor.execute(CREATE_TRIGGER)
+        try:
+            (found,) = check_tables()
+        finally:
+            cursor.execute(DROP_TRIGGER)
+    assert found.id == "dlocks.W011"
+    said = "The table dlocks_lockclaim on database 'default' has the trigger"
+    assert found.msg.startswith(f"{said} 'of_a_test'.")
+    assert check_tables() == []
+
+
+@pytest.mark.engine("postgresql")
+@pytest.mark.django_db(transaction=True)
+@for_each("table", ["dlocks_lockclaim", "dlocks_resourcelock"])
+def test_row_security_on_the_tables_causes_a_warning(table):
+    """The SQL of its hint switches it off."""
+    with connection.cursor() as cursor:
+        cursor.execute(f"ALTER TABLE {table} ENABLE ROW LEVEL SECURITY")
+        (found,) = check_tables()
+        assert found.id == "dlocks.W010"
+        assert f"The table {table} on database 'default'" in found.msg
+        cursor.execute(found.hint)
+    assert check_tables() == []
+
+
 @pytest.mark.storage
 @pytest.mark.django_db(transaction=True)
 @for_each("model", [LockClaim, HoldRecord])
