@@ -209,7 +209,9 @@ class Maintenance:
                 rows = unused.filter(pk__in=keys).order_by("pk")
                 rows = rows.select_for_update(skip_locked=True)
                 found = list(rows.values_list("pk", flat=True))
-                return int(self.store.locks.filter(pk__in=found).delete()[0])
+                if not found:
+                    return 0
+                return self.store.delete("{locks}", "key_resource", found)
 
         with suppress(RowLockedError):
             return self.session.run(work)

@@ -343,10 +343,12 @@ class Session:
 
         In a TestCase it is a savepoint of the test's transaction.
         """
-        around = self._in_schema if self.in_transaction else self._limited_idle
+        inside = self.in_transaction
+        around = nullcontext() if inside else self._limited_idle()
+        within = self._in_schema() if inside else nullcontext()
         raised: BaseException | None = None
         try:
-            with around(), transaction.atomic(using=self.database):
+            with around, transaction.atomic(using=self.database), within:
                 try:
                     yield
                 except BaseException as error:
@@ -385,7 +387,7 @@ class Session:
         ((usual,),) = self.execute(path, {}).rows
         self.execute(set_path, {"path": self.search_path})
         yield
-        # After an error, the rollback of the savepoint around it does this.
+        # After an error, the rollback to the savepoint around this does it.
         self.execute(set_path, {"path": usual})
 
     @property

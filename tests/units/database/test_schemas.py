@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 from django.db import connection
+from django.db.transaction import atomic
 
-from tests.internals import HoldRecord, LockClaim, ResourceLock, schemas
+from tests.internals import HoldRecord, LockClaim, ResourceLock, backends, schemas
 
 pytestmark = [
     pytest.mark.engine("postgresql"),
@@ -59,3 +60,20 @@ def test_the_schema_is_that_of_a_new_session(schema):
     finally:
         connection.close()
         connection.settings_dict["OPTIONS"] = options
+
+
+def test_a_failed_step_leaves_the_search_path_of_the_callers_transaction(schema):
+    class FailedError(Exception):
+        pass
+
+    def path():
+        with connection.cursor() as cursor:
+            cursor.execute("SHOW search_path")
+            return cursor.fetchone()[0]
+
+    with atomic():
+        before = path()
+        with pytest.raises(FailedError), backends["default"].session.transaction():
+            assert path() != before
+            raise FailedError
+        assert path() == before
