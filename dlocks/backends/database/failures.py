@@ -70,11 +70,14 @@ def how_to_migrate(database: str) -> str:
 def interrupt_in(
     connection: Any, error: BaseException | None, handled: BaseException | None
 ) -> BaseException | None:
-    """Return the exception that interrupted a COMMIT, or None.
+    """Return the exception that interrupted what failed, or None.
 
-    Django cleans up while the COMMIT is still running. This fails with an error of its
-    own, which hides the interrupt. ``handled`` is the exception that the caller was
-    already handling. It is in the context of every error.
+    Django and the driver clean up after it. If this fails, the error hides the
+    interrupt. ``handled`` is the exception that the caller was already handling. It is
+    in the context of every error.
+
+    What is no Exception is an interrupt. An Exception may be the driver's own, unless a
+    statement is still running, as after an interrupted COMMIT.
     """
     raw = connection.connection
     if connection.vendor == "mysql":
@@ -86,10 +89,9 @@ def interrupt_in(
             and not raw.closed
             and raw.info.transaction_status == ACTIVE
         )
-    if not is_running:
-        return None
     while error is not None and error is not handled:
-        if not isinstance(error, (Error, connection.Database.Error)):
+        is_failure = isinstance(error, (Error, connection.Database.Error))
+        if not isinstance(error, Exception) or (is_running and not is_failure):
             return error
         error = error.__context__
     return None

@@ -434,15 +434,18 @@ class Session:
         while True:
             session = connection.connection
             try:
-                with self._limited_writer(connection, inside, flush):
+                limits = self._limited_writer(connection, inside, flush)
+                # The ORM closes cursors without wrapping errors.
+                with connection.wrap_database_errors, limits:
                     return work(*arguments)
             except IntegrityError:
                 raise
             except Error as error:
-                interrupt = None if inside else interrupt_in(connection, error, handled)
+                interrupt = interrupt_in(connection, error, handled)
                 if interrupt is not None:
-                    # The rollback has failed too.
-                    abandon(connection)
+                    # The cleaning up after it has failed too.
+                    if not inside:
+                        abandon(connection)
                     raise interrupt from None
                 if self.engine.code_of(error) in self.engine.locked:
                     raise RowLockedError from error
