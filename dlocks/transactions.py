@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -189,15 +188,6 @@ class TransactionMarker:
     def __reduce__(self) -> Any:
         # A pickle has no connection.
         return type(None), ()
-
-
-def standing(*marks: Sequence[TransactionMarker]) -> list[TransactionMarker]:
-    """Return the markers of open transactions, each once."""
-    if not any(marks):
-        # Usually there are none, and this is the only cost.
-        return []
-    every = dict.fromkeys(itertools.chain.from_iterable(map(tuple, marks)))
-    return [marker for marker in every if marker.stands]
 
 
 def _savepoints_of(connection: BaseDatabaseWrapper) -> set[str]:

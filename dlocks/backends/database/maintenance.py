@@ -194,15 +194,6 @@ class Maintenance:
             keys = [key for (key,) in page]
             yield self._count_unlocked(keys) if dry_run else self._purge(unused, keys)
 
-    def purge_one(self, key: str, version: int, idle_for: float) -> bool:
-        """Delete the row of one key as ``purge()`` would.
-
-        Return False if ``version`` is no longer current, if the row is in use, or if it
-        is locked by a transaction.
-        """
-        unused = self._unused(idle_for).filter(version=version)
-        return self._purge(unused, [key]) == 1
-
     def _purge(self, unused: Any, keys: Sequence[str]) -> int:
         def work() -> int:
             with self.session.writing():
@@ -359,14 +350,3 @@ class Maintenance:
                     holder, remaining=math.inf, stale=False, in_transaction=True
                 )
         return holder
-
-    def row_of(self, key: str, kept: Kept = Kept()) -> Any:  # noqa: B008 (immutable)
-        """Return the columns of a lock row and its ``state``, or None."""
-        rows = self.store.locks.by_clock(kept).filter(pk=key)
-        return self.session.unlocked(rows.values().first)
-
-    def shares_of(self, key: str, kept: Kept) -> Any:
-        """Return the query for the columns of the shared holds of a key."""
-        shares = self.store.claims.by_clock(kept)
-        shares = shares.filter(key_resource=key, version__isnull=False)
-        return shares.order_by("state", "id").values()
