@@ -73,7 +73,7 @@ def test_a_database_failure_is_reported_in_one_line(monkeypatch):
 
     monkeypatch.setattr("dlocks.management.commands.list_locks.pages", fail)
     monkeypatch.setattr(backends["default"], "clear", fail)
-    monkeypatch.setattr(backends["default"], "reap", fail)
+    monkeypatch.setattr(backends["default"].maintenance, "reap", fail)
     for command in ("list_locks",), ("clear_lock", "a", "--yes"), ("reap_locks",):
         assert refused(*command) == "the database is away"
 

@@ -13,7 +13,7 @@ from dlocks import LockBackendError, db_lock, db_rwlock
 from dlocks.models import LockClaim, ResourceLock
 from tests import jobs, rows
 from tests.for_each import for_each
-from tests.internals import backends, own_row
+from tests.internals import backends, holders
 from tests.timing import in_time
 
 pytestmark = [pytest.mark.driver, pytest.mark.django_db(transaction=True)]
@@ -99,7 +99,7 @@ def test_a_guarded_shared_hold_blocks_no_work_on_other_claims(level, workers):
 @SERVERS
 def test_two_guards_of_one_shared_hold_wait_with_a_limit(monkeypatch, threads):
     """An exclusive lock behaves in the same way."""
-    monkeypatch.setattr(own_row, "RELEASE_RETRY_LIMIT", 0.5)
+    monkeypatch.setattr(holders, "LIVE_WAIT", 0.5)
     hold = db_rwlock("stock").read().acquire()
     inside, leave = threading.Event(), threading.Event()
 
@@ -112,7 +112,7 @@ def test_two_guards_of_one_shared_hold_wait_with_a_limit(monkeypatch, threads):
     assert inside.wait(20)
     with pytest.raises(LockBackendError, match="'stock' .* is locked by another trans"):
         hold.atomic().__enter__()
-    monkeypatch.setattr(own_row, "RELEASE_RETRY_LIMIT", 20)
+    monkeypatch.setattr(holders, "LIVE_WAIT", 20)
     timer = threading.Timer(0.5, leave.set)
     timer.start()
     with hold.atomic():

@@ -12,7 +12,7 @@ from django.db import transaction
 from dlocks import LockTimeout, db_lock, db_rwlock
 from dlocks.models import ResourceLock
 from tests.for_each import for_each
-from tests.internals import DatabaseBackend, backends
+from tests.internals import RowLockedError, backends
 from tests.timing import in_time
 
 pytestmark = [pytest.mark.driver, pytest.mark.django_db(transaction=True)]
@@ -31,27 +31,27 @@ def test_a_row_that_appears_meanwhile_is_not_waited_for(
     lock = db_lock("stock:7", using=using, timeout=0)
     if using == "shared":
         using, lock = "default", db_rwlock("stock:7", timeout=0).read()
-    backend, over = backends[using], threading.Event()
-    name = "_insert" if using == "insert" and not inside else "_create"
-    create, others = getattr(backend, name), []
+    store, over = backends[using].store, threading.Event()
+    name = "insert" if using == "insert" and not inside else "create"
+    write, others, create = getattr(store, name), [], store.create
 
     def hold():
-        DatabaseBackend._create(backend, "stock:7")
+        create(["stock:7"])
         with transaction.atomic():
             ResourceLock.objects.select_for_update().get()
             held.set()
             over.wait(30)
 
-    def create_later(*args):
+    def write_later(*args, **options):
         if not others:
             others.append(threads(hold))
             assert held.wait(30)
-        return create(*args)
+        return write(*args, **options)
 
     held = threading.Event()
     began = time.monotonic()
     with monkeypatch.context() as patch:
-        patch.setattr(backend, name, create_later)
+        patch.setattr(store, name, write_later)
         block = transaction.atomic() if inside else contextlib.nullcontext()
         try:
             with block, pytest.raises(LockTimeout):
@@ -68,15 +68,16 @@ def test_a_row_that_appears_meanwhile_is_not_waited_for(
 @for_each("using", ["default", "optimistic"])
 def test_creating_the_row_of_a_new_key_is_retried(using, monkeypatch):
     """On InnoDB, a statement about another new key may lock the gap for a moment."""
-    backend, tried = backends[using], []
-    create = backend._create
+    store, tried = backends[using].store, []
+    insert = store.insert
 
-    def refused_once(key):
-        tried.append(key)
-        if len(tried) > 1:
-            create(key)
+    def refused_once(claim, **options):
+        tried.append(claim.key)
+        if len(tried) == 1:
+            raise RowLockedError
+        insert(claim, **options)
 
-    monkeypatch.setattr(backend, "_create", refused_once)
+    monkeypatch.setattr(store, "insert", refused_once)
     with db_lock("new", using=using, timeout=0):
         pass
     assert tried == ["new", "new"]

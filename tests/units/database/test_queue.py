@@ -23,6 +23,7 @@ from tests.internals import (
     Waiters,
     backends,
     clock,
+    direct,
     keeper,
     waiters_of,
 )
@@ -182,7 +183,7 @@ def test_a_key_is_tried_before_it_is_reported_as_busy(monkeypatch):
 
     Its timeout passes before it has queued. It still tries to acquire the key.
     """
-    backends["default"]._contended_keys.add("stock:7")
+    backends["default"].contended.add("stock:7")
     should_queue, hints = Attempt._should_queue, []
 
     def slow(self, claim):
@@ -200,22 +201,20 @@ def test_a_key_is_tried_before_it_is_reported_as_busy(monkeypatch):
 def test_a_claim_cancelled_just_before_its_grant_is_skipped(
     monkeypatch, in_other_thread, is_busy
 ):
+    """A step has read the claim, which leaves the queue without locking the key."""
     backend = backends["default"]
-    mine = claim()
-    load = backend._load
+    mine, lock = claim(), backend.store._lock
 
     def leaves(*args, **kwargs):
-        loaded = load(*args, **kwargs)
-        monkeypatch.setattr(backend, "_load", load)
-        # This step has locked the row, as another process could have.
+        locked = lock(*args, **kwargs)
+        monkeypatch.setattr(backend.store, "_lock", lock)
         assert in_other_thread(backend.release, mine, failed=True) is False
-        return loaded
+        return locked
 
     hold = db_lock("stock:7").acquire()
     assert backend.enqueue(mine).position
-    monkeypatch.setattr(backend, "_advance", lambda key: False)
-    monkeypatch.setattr(backend, "_hand_over", lambda claim, failed: False)
-    monkeypatch.setattr(backend, "_load", leaves)
+    monkeypatch.setattr(backend.holders, "_hand_over", lambda *args: False)
+    monkeypatch.setattr(backend.store, "_lock", leaves)
     hold.release()
     monkeypatch.undo()
     assert not is_busy()
@@ -226,10 +225,11 @@ def test_a_claim_granted_while_it_queues_is_not_queued_again(
     monkeypatch, threads, in_queue
 ):
     backend = backends["default"]
+    text = direct.JOIN["mysql"]
     pause = " COMMIT; DO GET_LOCK('test', 30); DO RELEASE_LOCK('test'); SELECT"
-    paused = backend.dialect.queue.replace(" COMMIT; SELECT", pause)
-    assert paused != backend.dialect.queue
-    monkeypatch.setattr(type(backend.dialect), "queue", paused)
+    paused = text.replace(" COMMIT; SELECT", pause)
+    assert paused != text
+    monkeypatch.setitem(direct.JOIN, "mysql", paused)
     holder, waits = claim(), claim()
     assert backend.acquire(holder)
     with connection.cursor() as cursor:
@@ -240,7 +240,8 @@ def test_a_claim_granted_while_it_queues_is_not_queued_again(
         in_queue(0)
         cursor.execute("SELECT RELEASE_LOCK('test')")
     waiting.join(30)
-    assert waiting.results[0].must_retry
+    ticket = waiting.results[0]
+    assert ticket.must_retry or ticket.grant
     assert not LockClaim.objects.exists()
     assert backend.acquire(waits)
     assert backend.release(waits)
@@ -251,17 +252,17 @@ def test_an_insert_is_retried_while_its_new_row_is_locked(workers, monkeypatch):
     """The row is locked between the two statements of the strategy."""
     (other,) = workers(1)
     backend = backends["insert"]
-    grant = backend._grant
+    write = backend.write
 
-    def grant_late(claim):
+    def write_late(claim):
         # Only the first time.
-        monkeypatch.setattr(backend, "_grant", grant)
+        monkeypatch.setattr(backend, "write", write)
         other.start(jobs.lock_row, claim.key)
         assert other.hear() == "locked"
         threading.Timer(0.3, other.tell).start()
-        return grant(claim)
+        return write(claim)
 
-    monkeypatch.setattr(backend, "_grant", grant_late)
+    monkeypatch.setattr(backend, "write", write_late)
     with db_lock("stock:8", using="insert") as hold:
         assert other.hear() == "unlocked"
         assert hold.held
@@ -276,19 +277,17 @@ def test_a_handover_beside_a_heartbeat_fails_no_statement(
     hold = db_lock("stock:7").acquire()
     waiting = threads(lambda: jobs.token_of(db_lock("stock:7", timeout=30)))
     in_queue(1)
-    execute = backend._execute
+    packet = backend.session.packet
     beat, over = threading.Event(), threading.Event()
 
-    def watch(connection, in_transaction, sql, parameters):
-        # Another thread may grant the key to the waiter in the same way.
+    def watch(*args, **options):
         outcome = "failed"
         try:
-            result = execute(connection, in_transaction, sql, parameters)
+            result = packet(*args, **options)
             outcome = "executed"
         finally:
-            if "START TRANSACTION" in sql:
-                outcomes.append(outcome)
-                over.set()
+            outcomes.append(outcome)
+            over.set()
         return result
 
     def heartbeat():
@@ -299,7 +298,7 @@ def test_a_handover_beside_a_heartbeat_fails_no_statement(
 
     other = threads(heartbeat)
     assert beat.wait(30)
-    monkeypatch.setattr(backend, "_execute", watch)
+    monkeypatch.setattr(backend.session, "packet", watch)
     hold.release()
     other.join(30)
     waiting.join(30)

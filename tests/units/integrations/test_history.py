@@ -150,14 +150,14 @@ def test_old_records_are_deleted_in_batches(monkeypatch):
     monkeypatch.setattr("dlocks.backends.database.history.BATCH", 2)
     for number in range(5):
         rows.ended(str(number), ago=31 * 86400)
-    assert list(backends["recorded"].delete_older_than(86400)) == [2, 2, 1]
+    assert list(backends["recorded"].records.delete_older_than(86400)) == [2, 2, 1]
 
 
 @pytest.mark.storage
 @for_each(
     "look",
     [
-        lambda: sum(backends["recorded"].delete_older_than(86400)),
+        lambda: sum(backends["recorded"].records.delete_older_than(86400)),
         lambda: len(HoldRecord.objects.since(60).with_times()),
     ],
 )

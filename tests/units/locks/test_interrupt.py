@@ -7,12 +7,12 @@ import time
 
 import pytest
 from asgiref.sync import AsyncToSync, async_to_sync
-from django.db import transaction
+from django.db import connection, transaction
 
 from dlocks import LockTimeout, db_lock
 from dlocks.testing import held_elsewhere
 from tests.for_each import for_each
-from tests.internals import backends, coroutines, keeper
+from tests.internals import backends, coroutines, keeper, writer_limits
 from tests.volume import volume
 
 pytest_plugins = ["tests.alarms"]
@@ -80,34 +80,30 @@ def test_a_waiting_thread_leaves_asgiref_s_lock_alone(monkeypatch):
 
 
 @pytest.mark.engine("sqlite")
-@for_each(
-    "case",
-    [
-        ("busy_timeout", 60_000, "_with_short_timeout"),
-        ("synchronous", 2, "_without_flush"),
-    ],
-)
-def test_a_signal_at_any_moment_keeps_the_connection_settings(alarm, case):
+def test_a_signal_at_any_moment_keeps_the_connection_settings(alarm):
     """A lock shortens ``busy_timeout`` and relaxes ``synchronous`` for itself.
 
     Statements of the project keep their own settings.
     """
-    setting, usual, meanwhile = case
-    backend = backends["default"]
-    raw = backend._session()
-    ((before,),) = raw.execute(f"PRAGMA {setting}").fetchall()
-    raw.execute(f"PRAGMA {setting} = {usual}")
+    usual = {"busy_timeout": 60_000, "synchronous": 2}
+    raw = backends["default"].session.raw
+
+    def settings():
+        return {one: raw.execute(f"PRAGMA {one}").fetchall()[0][0] for one in usual}
+
+    before = settings()
+    for name, value in usual.items():
+        raw.execute(f"PRAGMA {name} = {value}")
     interrupts, end = 0, time.monotonic() + 4
     while interrupts < volume(1_500) and time.monotonic() < end:
         try:
             alarm.arm()
-            with getattr(backend, meanwhile)():
+            with writer_limits(connection, flush=False):
                 pass
             alarm.disarm()
         except alarm.TimeIsUpError:
             interrupts += 1
-        assert raw.execute(f"PRAGMA {setting}").fetchall() == [(usual,)], (
-            f"after {interrupts} interrupts"
-        )
-    raw.execute(f"PRAGMA {setting} = {before}")
+        assert settings() == usual, f"after {interrupts} interrupts"
+    for name, value in before.items():
+        raw.execute(f"PRAGMA {name} = {value}")
     assert interrupts > 500
