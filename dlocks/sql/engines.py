@@ -97,8 +97,8 @@ class Engine:
     # may be older than the lock, and one that ends when it meets a locked row.
     isolation: str = ""
     fresh: str = ""
-    # Notifies the first waiter when the caller's transaction commits. Elsewhere, a
-    # process of the same host is sent a datagram then.
+    # Returns the channel of the first waiter, or notifies it when the caller's
+    # transaction commits. Where it is empty, a second statement returns the channel.
     tell_first: str = ""
     # The settings by which a session is ended that idles in a transaction.
     idle: tuple[str, ...] = ()
@@ -467,6 +467,11 @@ ENGINES: dict[str, Engine] = {
         ),
         greatest="MAX",
         granted=" RETURNING version",
+        tell_first=(
+            " RETURNING (SELECT channel FROM {claims} AS first WHERE first.key_resource"
+            " = %(key)s AND first.version IS NULL AND first.end_time > {now} ORDER BY"
+            " id LIMIT 1)"
+        ),
         locked=frozenset({"locked"}),
         denied=frozenset({"readonly"}),
         one_writer=True,

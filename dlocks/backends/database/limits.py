@@ -21,7 +21,8 @@ def writer_limits(connection: BaseDatabaseWrapper, *, flush: bool) -> Iterator[N
     """Limit how long SQLite waits for its single writer, and its flushes."""
     raw: Any = connection.connection
     unless = connection.Database.Error  # type: ignore[attr-defined]
-    as_usual: list[str] = []
+    # These statements restore the settings. An empty one does nothing.
+    flush_again = wait_again = ""
     limits: list[str] = []
     try:
         # Reading a setting may require reading the file. The next statement reports the
@@ -29,14 +30,14 @@ def writer_limits(connection: BaseDatabaseWrapper, *, flush: bool) -> Iterator[N
         ((wait,),) = raw.execute("PRAGMA busy_timeout").fetchall()
         if wait > WRITER_WAIT:
             limits.append(f"PRAGMA busy_timeout = {WRITER_WAIT}")
-            as_usual.append(f"PRAGMA busy_timeout = {wait}")
+            wait_again = f"PRAGMA busy_timeout = {wait}"
         if not flush:
             ((level,),) = raw.execute("PRAGMA synchronous").fetchall()
             # With a rollback journal, the database depends on the order of the flushes.
             ((mode,),) = raw.execute("PRAGMA journal_mode").fetchall()
             if level > NORMAL and mode == "wal":
                 limits.append(f"PRAGMA synchronous = {NORMAL}")
-                as_usual.append(f"PRAGMA synchronous = {level}")
+                flush_again = f"PRAGMA synchronous = {level}"
     except unless:
         limits.clear()
     try:
@@ -47,8 +48,12 @@ def writer_limits(connection: BaseDatabaseWrapper, *, flush: bool) -> Iterator[N
         yield
     finally:
         try:
-            for one in as_usual:
-                raw.execute(one)
+            # A signal may arrive after the first statement, but not before one. In a
+            # loop, it would leave the second setting changed.
+            try:
+                raw.execute(flush_again)
+            finally:
+                raw.execute(wait_again)
         except unless:
             # After an interrupt the connection may be closed already.
             pass

@@ -133,6 +133,13 @@ class Session:
         return bool(self.connection.savepoint_ids)
 
     @property
+    def begins_as_reader(self) -> bool:
+        """Return whether a step has to ask for SQLite's single writer."""
+        options = self.connection.settings_dict["OPTIONS"]
+        mode = str(options.get("transaction_mode") or "DEFERRED").upper()
+        return self.engine.one_writer and not self.is_nested and mode == "DEFERRED"
+
+    @property
     def raw(self) -> Any:
         """The connection of the driver, which differs after a reconnection."""
         connection = self.connection
@@ -302,17 +309,6 @@ class Session:
         of which each may return rows on SQLite.
         """
         return self.run(self._packet, self.sql(text), parameters, flush=flush)
-
-    def requests(self, sql: str, parameters: Mapping[str, Any]) -> Sequence[Any]:
-        """Execute statements within the caller's transaction, and return all rows.
-
-        They are one request, but for SQLite, which takes one at a time.
-        """
-        statements = sql.split(";") if self.engine.one_writer else [sql]
-        rows: list[Any] = []
-        for one in statements:
-            rows += self.run(self.prepared, one, parameters).rows
-        return rows
 
     def _packet(self, sql: str, parameters: Mapping[str, Any]) -> Sequence[Any]:
         engine = self.engine

@@ -17,7 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from django.db import IntegrityError
-from django.db.models import CharField, F, Func, Value
+from django.db.models import CharField, Func, Value
 
 from dlocks.backends.base import HEARTBEAT_TIMEOUT, UnstorableKeyError
 from dlocks.backends.database.expiry import Observations
@@ -214,7 +214,6 @@ class Store:
         *arguments: Any,
         wait: float = ROW_WAIT,
         in_turn: bool = False,
-        flush: bool = True,
         **saving: Any,
     ) -> tuple[T, Key]:
         """Apply a rule to a key, and return its result and the key as it is now.
@@ -226,7 +225,7 @@ class Store:
         mine = next((one.owner for one in arguments if isinstance(one, Claim)), "")
 
         def work(turn: bool) -> tuple[T, Key]:
-            (locked,) = self._lock([key], wait, flush, mine, in_turn=turn)
+            (locked,) = self._lock([key], wait, True, mine, in_turn=turn)
             return self.apply(locked, rule, *arguments, **saving), locked
 
         # A number that the database draws may be taken by a claim that has brought it.
@@ -248,7 +247,7 @@ class Store:
                 found += self._lock(keys[start : start + BATCH], ROW_WAIT, flush)
             return work(found)
 
-        return self._transaction(locked, ROW_WAIT)
+        return self._transaction(locked, ROW_WAIT, flush=flush)
 
     def _transaction(
         self,
@@ -257,6 +256,7 @@ class Store:
         *,
         draws: bool = True,
         in_turn: bool = False,
+        flush: bool = True,
     ) -> T:
         """Call ``work`` in a transaction of its own, again after lost races."""
         engine = self.session.engine
@@ -269,7 +269,7 @@ class Store:
         deadline, pause, turn = time.monotonic() + wait, 0.001, False
         while True:
             try:
-                return self.session.run(attempt, turn)
+                return self.session.run(attempt, turn, flush=flush)
             except AbsentError as error:
                 self.create(sorted(error.args[0]))
             except ChangedError:
@@ -301,10 +301,10 @@ class Store:
         if a crash may lose it. The select list is evaluated before the row is locked.
         """
         session = self.session
-        if session.engine.one_writer and not self.is_alone:
-            # The first statement writes, because a transaction that has only read
-            # cannot always continue with a write.
-            self.locks.filter(pk__in=keys[:1]).update(waiters=F("waiters"))
+        if session.begins_as_reader:
+            # A transaction that has only read cannot always continue with a write.
+            nothing = "UPDATE {locks} SET version = version WHERE key_resource IS NULL"
+            session.execute(session.sql(nothing), {})
         if in_turn:
             self._wait_in_turn(keys)
         rows = self.locks.select_for_update(nowait=not (wait and self._limits))

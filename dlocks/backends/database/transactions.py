@@ -154,7 +154,7 @@ class TransactionLocks:
         parameters = self.holders.of(claim, status=status, keep=ticks(keep))
         rows: Sequence[Any] = ()
         with suppress(RowLockedError):
-            rows = self.session.requests(sql, parameters)
+            rows = self.session.run(self.session.prepared, sql, parameters).rows
         self.store.notify({channel for (channel,) in rows if channel})
         return bool(rows)
 

@@ -174,8 +174,7 @@ def test_a_busy_key_is_waited_for_in_its_queue(using, threads, until):
 def test_the_cost_of_several_keys_does_not_grow_with_their_number(using):
     """They are acquired and released together in one short transaction.
 
-    In a transaction of the caller, each key costs one statement. A release there costs
-    two on SQLite.
+    In a transaction of the caller, each key costs one statement.
     """
     for many in (2, 20):
         lock = db_lock(*[f"stock:{number}" for number in range(many)], using=using)
@@ -191,9 +190,8 @@ def test_the_cost_of_several_keys_does_not_grow_with_their_number(using):
         with transaction.atomic():
             acquiring, hold = statements(lock.acquire)
             releasing, _ = statements(hold.release)
-        each = 2 if connection.vendor == "sqlite" else 1
         assert len(acquiring) == many, acquiring
-        assert len(releasing) == many * each, releasing
+        assert len(releasing) == many, releasing
 
 
 # Reentrance, release and loss.
