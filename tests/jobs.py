@@ -327,16 +327,6 @@ def _create_database():
     server.close()
 
 
-def try_and_time(pipe, key, **policy):
-    """Try once. Return the name of the error, and the duration in seconds."""
-    began = time.monotonic()
-    try:
-        db_lock(key, timeout=0, **policy).acquire().release()
-    except LockError as error:
-        return type(error).__name__, time.monotonic() - began
-    return None, time.monotonic() - began
-
-
 def state(pipe, key):
     """Return the row as it is committed now."""
     return (

@@ -60,8 +60,10 @@ class UnstorableKeyError(ValueError):
 class TableLockedError(LockBackendError):
     """A statement that was cancelled because another session locked a table.
 
-    The statement changed nothing.
+    A release would wait for the table too.
     """
+
+    changed_nothing = True
 
 
 class Inspector:

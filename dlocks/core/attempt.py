@@ -13,7 +13,6 @@ from dlocks.backends.base import (
     ANY_LEASE,
     HANDOVER_LEASE,
     Backend,
-    TableLockedError,
     UnstorableKeyError,
 )
 from dlocks.core import callers, confirm, explain
@@ -448,11 +447,6 @@ def ask_for(
     answer: T | None = None
     try:
         answer = attempts[0].ask(acquire, claimed)
-    except TableLockedError:
-        for one in attempts:
-            # A release would wait for the table too, and end the caller's transaction.
-            one.may_be_granted = not one.has_transaction_scope
-        raise
     except LockBackendError as error:
         for one in attempts:
             one.failure = error

@@ -191,8 +191,7 @@ class DatabaseBackend(Backend):
             grant = rounded(self.store.step(claim.key, rules.acquire, claim)[0], claim)
         except RowLockedError:
             grant = None
-            # This fails if the table is locked, and not only a row.
-            self.store.peek(claim.key)
+            self.store.refuse_locked_table()
         if grant is None:
             self._refuse(claim)
         return grant

@@ -140,6 +140,16 @@ class Store:
             return None
         return self._key(found[0], [], asked_at, observed=not by_clock)
 
+    def refuse_locked_table(self) -> None:
+        """Raise TableLockedError if not only rows are locked, but the table of keys.
+
+        A backup may let others read the table. So this writes, but no row.
+        """
+        session = self.session
+        sql = "UPDATE {locks} SET version = version WHERE key_resource IS NULL"
+        if not session.engine.one_writer:
+            session.unlocked(session.execute, session.sql(sql), {})
+
     def _read(self, keys: Sequence[str], observed: bool) -> dict[str, Key]:
         # The claims come first. One that is granted in between is found in the row.
         claims: dict[str, list[Any]] = {key: [] for key in keys}

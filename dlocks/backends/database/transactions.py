@@ -91,8 +91,9 @@ class TransactionLocks:
                 return self._take(claim)
             return None
         block = transaction.atomic(using=self.session.database)
-        with suppress(_NothingGrantedError, RowLockedError), block:
-            if (token := self._take(claim)) is None:
+        with suppress(_NothingGrantedError), block:
+            # It skips locked rows. So if anything holds it up, the table is locked.
+            if (token := self.session.unlocked(self._take, claim)) is None:
                 raise _NothingGrantedError
             return token
         return None

@@ -71,8 +71,9 @@ class Session:
     identify: Callable[[], None]
     # Configure the session for locks.
     begin: Callable[[], None]
-    # The session's number, and the one that was reported at first. A pooler invents it.
-    pid: int
+    # The session's number, or 0 until it is connected, and the one that was reported at
+    # first. A pooler invents it.
+    pid: int = 0
     reported_pid: int
     # The value with which another session cancels its statement. After a restart or
     # failover, another session may have the same number.

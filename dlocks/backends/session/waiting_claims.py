@@ -59,8 +59,13 @@ class SessionInspector(Inspector):
             else:
                 who = self.backend._shown_session(*facts)
                 found.append((*who, float(waited or 0), (), False))
-        # These follow when a session of this process is free for them.
-        found += [_as_waiter(one) for one in own if one.waiting and not one.session]
+        # These follow when a session of this process is free for them, or connected.
+        waiting = [one for one in own if one.waiting]
+        found += [
+            _as_waiter(one)
+            for one in waiting
+            if one.session is None or not one.session.pid
+        ]
         return [
             Waiter(
                 holder=who,
