@@ -111,6 +111,8 @@ class Engine:
     read_only: frozenset[object] = frozenset()
     denied: frozenset[object] = frozenset()
     desynchronised: frozenset[object] = frozenset()
+    # A prepared statement is gone, its name is in use, or its table has changed.
+    unprepared: frozenset[object] = frozenset()
     read_only_settings: str = ""
     # Whether a statement can limit how long it waits for a row.
     limits_waits: bool = False
@@ -401,6 +403,9 @@ ENGINES: dict[str, Engine] = {
         # serialization_failure, deadlock_detected
         lost_race=frozenset({"40001", "40P01"}),
         read_only=frozenset({"25006"}),  # read_only_sql_transaction
+        # invalid_sql_statement_name, duplicate_prepared_statement,
+        # feature_not_supported ("cached plan must not change result type")
+        unprepared=frozenset({"26000", "42P05", "0A000"}),
         denied=frozenset({"42501"}),  # insufficient_privilege
         read_only_settings=(
             "default_transaction_read_only is on, or the server is a standby (connect"

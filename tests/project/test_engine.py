@@ -16,8 +16,12 @@ TABLE = Path(database.__path__[0]).parent / "table.py"
 # An interface of models that Django documents in spite of its name.
 DOCUMENTED = {"_meta"}
 # The functions that may write attributes of a connection: the restoration after an
-# interrupt, and the number that lets psycopg prepare what asks for it.
-WRITERS = {"abandon": None, "_new_cursor": {"prepare_threshold"}}
+# interrupt, and the two of psycopg that let it prepare what asks for it.
+WRITERS = {
+    "abandon": None,
+    "_new_factory": {"prepare_threshold"},
+    "_django_cursor": {"cursor_factory"},
+}
 CONNECTIONS = {"connection", "raw", "wrapper"}
 
 

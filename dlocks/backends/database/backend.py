@@ -57,9 +57,9 @@ class DatabaseBackend(Backend):
     poll. With ``False`` there are no notifications.
 
     ``prepare`` says whether psycopg prepares the most frequent statements on the
-    server. Connections whose statements other code observes are excepted. By default
-    this needs a session that belongs to the process alone. With ``True`` it includes
-    poolers that support prepared statements.
+    server. Connections with cursors of other code are excepted. By default this needs a
+    session that belongs to the process alone. With ``True`` it includes poolers that
+    support prepared statements.
 
     ``history`` says whether each hold that ends is recorded in the history.
 

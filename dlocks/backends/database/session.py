@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
 from django.apps import apps
@@ -82,8 +83,8 @@ class Session:
         self.prepare = prepare
         self._texts: dict[str, str] = {}
         self._statements: dict[Any, str] = {}
-        # The connection of psycopg that this thread used last, and a cursor that
-        # prepares, or None.
+        # The connection of psycopg that this thread used last, and a function that
+        # returns its cursor that prepares, or None.
         self._local = threading.local()
 
     def of_alias(self, database: str) -> Session:
@@ -256,49 +257,49 @@ class Session:
     def prepared(self, sql: str, parameters: Mapping[str, Any]) -> Reply:
         """Execute a statement that returns rows, prepared by psycopg if it can be."""
         connection = self.connection
-        if (cursor := self._preparing(connection)) is None:
+        if (factory := self._preparing(connection)) is None:
             return self.execute(sql, parameters)
-        with connection.wrap_database_errors:
-            cursor.execute(sql, parameters, prepare=True)
+        try:
+            cursor = _django_cursor(connection, factory)
+            cursor.execute(sql, parameters)
             rows = cursor.fetchall()
-        return Reply(rows, cursor.rowcount)
+            return Reply(rows, len(rows))
+        except Error as error:
+            if self.engine.code_of(error) not in self.engine.unprepared:
+                raise
+            # Another client of the session has changed what it has prepared.
+            self._local.prepared = connection.connection, None
+            if connection.in_atomic_block:
+                raise
+            return self.execute(sql, parameters)
 
     def _preparing(self, connection: BaseDatabaseWrapper) -> Any:
-        """Return a cursor of psycopg that prepares, or None to use Django's.
-
-        Other code may observe the statements of Django's cursor. Then it gets them all.
-        Behind a pooler, the next statement may run in another session.
-        """
-        if (
-            connection.vendor != "postgresql"
-            or self.prepare is False
-            or connection.execute_wrappers
-            or connection.queries_logged
-            or connection.needs_rollback
-            or "cursor" in vars(connection)
-        ):
+        """Return a factory of cursors that prepare, or None for Django's own."""
+        if connection.vendor != "postgresql" or self.prepare is False:
             return None
-        connection.ensure_connection()
         raw = connection.connection
-        known, cursor = getattr(self._local, "prepared", (None, None))
-        if known is not raw:
-            cursor = self._new_cursor(connection, raw)
-            self._local.prepared = raw, cursor
-        return cursor
+        known, factory = getattr(self._local, "prepared", (None, None))
+        if known is not raw or raw is None:
+            connection.ensure_connection()
+            raw = connection.connection
+            factory = self._new_factory(connection, raw)
+            self._local.prepared = raw, factory
+        return factory
 
-    def _new_cursor(self, connection: BaseDatabaseWrapper, raw: Any) -> Any:
-        # psycopg 2 has no such attribute.
-        if not hasattr(raw, "prepare_threshold"):
+    def _new_factory(self, connection: BaseDatabaseWrapper, raw: Any) -> Any:
+        # psycopg 2 has no such attribute. The cursors of other code may observe.
+        usual = getattr(raw, "cursor_factory", None)
+        if not hasattr(raw, "prepare_threshold") or not is_djangos(usual):
             return None
+        # Behind a pooler, the next statement may run in another session.
         if not (self.prepare or is_own_session(connection)):
             return None
-        from psycopg import Cursor
-
         if raw.prepare_threshold is None:
             # Django's None excludes even statements that ask for it. With this number,
             # no other statement is ever prepared.
             raw.prepare_threshold = sys.maxsize
-        return Cursor(raw)
+        cursor = _preparing_cursor()(raw)
+        return lambda *_, **__: cursor
 
     def packet(
         self, text: str, parameters: Mapping[str, Any], *, flush: bool = True
@@ -551,6 +552,33 @@ class Session:
         if connection.vendor != "sqlite" or inside:
             return nullcontext()
         return writer_limits(connection, flush=flush)
+
+
+@cache
+def _preparing_cursor() -> Any:
+    from psycopg import Cursor
+
+    class PreparingCursor(Cursor[Any]):
+        """A cursor whose statements are prepared."""
+
+        def execute(self, query: Any, params: Any = None, **options: Any) -> Any:
+            return super().execute(query, params, prepare=True, **options)
+
+    return PreparingCursor
+
+
+def _django_cursor(connection: BaseDatabaseWrapper, factory: Any) -> Any:
+    """Return a cursor of Django, which others may observe, around one of psycopg."""
+    raw = connection.connection
+    usual, raw.cursor_factory = raw.cursor_factory, factory
+    try:
+        return connection.cursor()
+    finally:
+        raw.cursor_factory = usual
+
+
+def is_djangos(factory: Any) -> bool:
+    return getattr(factory, "__module__", "").startswith("django.db.backends.")
 
 
 def is_own_session(connection: BaseDatabaseWrapper) -> bool:

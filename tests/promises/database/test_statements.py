@@ -1,7 +1,4 @@
-"""Statements that bypass Django's cursor, and differ only in their cost.
-
-Frequent statements do so, and are prepared on PostgreSQL.
-"""
+"""Statements, which other code may observe. On PostgreSQL, psycopg prepares them."""
 
 from __future__ import annotations
 
