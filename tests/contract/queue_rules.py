@@ -159,6 +159,15 @@ class QueueRules(ContractCase):
         self.assertTrue(self.turn(claim))
         self.assertGreaterEqual(time.monotonic() - before, 0.3 - 0.002)
 
+    def test_no_newcomer_overtakes_the_queue_of_a_kept_key(self) -> None:
+        """The first waiter has not polled since the key became free."""
+        self.needs_positions()
+        holder, claim = self.queued(1)
+        self.backend.release(holder, keep=0.1)
+        time.sleep(0.15)
+        self.refused(self.claim())
+        self.assertTrue(self.turn(claim))
+
     def shared(self, **options: Any) -> Claim:
         return self.claim(shared=True, **options)
 
@@ -212,6 +221,19 @@ class QueueRules(ContractCase):
         self.assertEqual(
             set(self.backend.renew(claims)), {claim.owner for claim in claims[1:]}
         )
+
+    def test_polls_do_not_prolong_a_shared_hold(self) -> None:
+        """A late heartbeat of a granted claim is not a renewal."""
+        self.needs("supports_sharing", "supports_queue")
+        holder, share, alone = self.held(), self.shared(ttl=self.ttl), self.claim()
+        self.enqueued(share)
+        self.backend.release(holder)
+        self.turn(share)
+        deadline = time.monotonic() + 10
+        while self.backend.acquire(alone) is None:
+            in_time(time.monotonic(), deadline, "the shared hold did not end")
+            self.backend.poll([share])
+            time.sleep(0.01)
 
     def test_a_reader_queues_behind_a_waiting_writer(self) -> None:
         self.needs("supports_sharing")

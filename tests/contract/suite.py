@@ -107,6 +107,15 @@ class BackendContract(LeaseRules, QueueRules, RefusalRules):
         for number in (0, 2):
             self.held(f"contract:{number}")
 
+    def test_no_free_key_is_granted_if_one_of_several_is_busy(self) -> None:
+        claims = self.several()
+        self.granted_together(claims)
+        self.assertTrue(self.backend.release_all(claims))
+        self.held("contract:1")
+        self.assertIsNone(self.backend.acquire_all(self.several()))
+        for number in (0, 2):
+            self.held(f"contract:{number}")
+
     def test_no_key_is_released_if_one_of_several_is_lost(self) -> None:
         claims = self.several()
         self.granted_together(claims)

@@ -3,6 +3,7 @@
 import pytest
 from django.db import connection
 
+from dlocks import db_lock
 from tests.internals import Claim, database
 
 
@@ -26,3 +27,41 @@ def test_tokens_grow_in_spite_of_a_trigger():
     finally:
         with connection.cursor() as cursor:
             cursor.execute("DROP TRIGGER of_a_test")
+
+
+# Delays the insert of a long lease for as long as a session has the lock 7. The row has
+# its values already.
+DELAY = """
+CREATE FUNCTION delay_of_a_test() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+  WHILE NEW.end_time > NEW.begin_time + interval '1 minute'
+    AND EXISTS (SELECT 1 FROM pg_locks WHERE locktype = 'advisory' AND objid = 7)
+  LOOP
+    PERFORM pg_sleep(0.01);
+  END LOOP;
+  RETURN NEW;
+END $$;
+CREATE TRIGGER of_a_test BEFORE INSERT ON dlocks_resourcelock FOR EACH ROW
+  EXECUTE FUNCTION delay_of_a_test()
+"""
+IS_DELAYED = "SELECT 1 FROM pg_stat_activity WHERE wait_event = 'PgSleep'"
+
+
+@pytest.mark.engine("postgresql")
+@pytest.mark.django_db(transaction=True)
+def test_tokens_grow_although_an_insert_is_delayed(threads, until):
+    """Another caller has the key after the insert has begun, and before it ends."""
+    with connection.cursor() as cursor:
+        cursor.execute(DELAY)
+        cursor.execute("SELECT pg_advisory_lock(7)")
+        try:
+            late = threads(db_lock("stock:7", using="insert", ttl=90).acquire)
+            until(lambda: cursor.execute(IS_DELAYED) or cursor.fetchone())
+            with db_lock("stock:7", using="insert") as hold:
+                pass
+        finally:
+            cursor.execute("SELECT pg_advisory_unlock(7)")
+            late.join(30)
+            cursor.execute("DROP FUNCTION delay_of_a_test CASCADE")
+    assert late.results[0].token > hold.token
+    late.results[0].release()

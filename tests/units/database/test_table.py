@@ -219,6 +219,16 @@ def test_the_grace_applies_to_shared_holds():
         assert backend.acquire(Claim(key=key, ttl=LONG)) is None, kind
 
 
+def test_an_expired_hold_is_not_exchanged():
+    """No other caller has taken the key over yet."""
+    for kind in MemoryBackend, PessimisticBackend:
+        backend, key = kind("default", grace=10_000_000), next(keys)
+        claim, successor = (Claim(key=key, ttl=LONG) for _ in range(2))
+        assert backend.acquire(claim)
+        helpers._end_lease(backend, claim)
+        assert backend.exchange(claim, successor) is None, kind
+
+
 @pytest.fixture(scope="module")
 def long_queue():
     """Let the leases and heartbeats of the queue outlast a test."""
