@@ -19,7 +19,7 @@ DOCUMENTED = {"_meta"}
 # interrupt, and the two of psycopg that let it prepare what asks for it.
 WRITERS = {
     "abandon": None,
-    "_new_factory": {"prepare_threshold"},
+    "_can_prepare": {"prepare_threshold"},
     "_django_cursor": {"cursor_factory"},
 }
 CONNECTIONS = {"connection", "raw", "wrapper"}

@@ -83,8 +83,8 @@ class Session:
         self.prepare = prepare
         self._texts: dict[str, str] = {}
         self._statements: dict[Any, str] = {}
-        # The connection of psycopg that this thread used last, and a function that
-        # returns its cursor that prepares, or None.
+        # The connection of psycopg that this thread used last, and its cursors that
+        # prepare and are not in use, or None.
         self._local = threading.local()
 
     def of_alias(self, database: str) -> Session:
@@ -257,12 +257,15 @@ class Session:
     def prepared(self, sql: str, parameters: Mapping[str, Any]) -> Reply:
         """Execute a statement that returns rows, prepared by psycopg if it can be."""
         connection = self.connection
-        if (factory := self._preparing(connection)) is None:
+        if (unused := self._preparing(connection)) is None:
             return self.execute(sql, parameters)
+        # A signal handler may need one while another one is in use.
+        own = unused.pop() if unused else _preparing_cursor()(connection.connection)
         try:
-            cursor = _django_cursor(connection, factory)
+            cursor = _django_cursor(connection, own)
             cursor.execute(sql, parameters)
             rows = cursor.fetchall()
+            unused.append(own)
             return Reply(rows, len(rows))
         except Error as error:
             if self.engine.code_of(error) not in self.engine.unprepared:
@@ -274,32 +277,31 @@ class Session:
             return self.execute(sql, parameters)
 
     def _preparing(self, connection: BaseDatabaseWrapper) -> Any:
-        """Return a factory of cursors that prepare, or None for Django's own."""
+        """Return unused cursors that prepare, or None to use Django's own."""
         if connection.vendor != "postgresql" or self.prepare is False:
             return None
         raw = connection.connection
-        known, factory = getattr(self._local, "prepared", (None, None))
+        known, unused = getattr(self._local, "prepared", (None, None))
         if known is not raw or raw is None:
             connection.ensure_connection()
             raw = connection.connection
-            factory = self._new_factory(connection, raw)
-            self._local.prepared = raw, factory
-        return factory
+            unused = [] if self._can_prepare(connection, raw) else None
+            self._local.prepared = raw, unused
+        return unused
 
-    def _new_factory(self, connection: BaseDatabaseWrapper, raw: Any) -> Any:
+    def _can_prepare(self, connection: BaseDatabaseWrapper, raw: Any) -> bool:
         # psycopg 2 has no such attribute. The cursors of other code may observe.
         usual = getattr(raw, "cursor_factory", None)
         if not hasattr(raw, "prepare_threshold") or not is_djangos(usual):
-            return None
+            return False
         # Behind a pooler, the next statement may run in another session.
         if not (self.prepare or is_own_session(connection)):
-            return None
+            return False
         if raw.prepare_threshold is None:
             # Django's None excludes even statements that ask for it. With this number,
             # no other statement is ever prepared.
             raw.prepare_threshold = sys.maxsize
-        cursor = _preparing_cursor()(raw)
-        return lambda *_, **__: cursor
+        return True
 
     def packet(
         self, text: str, parameters: Mapping[str, Any], *, flush: bool = True
@@ -567,10 +569,10 @@ def _preparing_cursor() -> Any:
     return PreparingCursor
 
 
-def _django_cursor(connection: BaseDatabaseWrapper, factory: Any) -> Any:
+def _django_cursor(connection: BaseDatabaseWrapper, own: Any) -> Any:
     """Return a cursor of Django, which others may observe, around one of psycopg."""
     raw = connection.connection
-    usual, raw.cursor_factory = raw.cursor_factory, factory
+    usual, raw.cursor_factory = raw.cursor_factory, lambda *_, **__: own
     try:
         return connection.cursor()
     finally:
