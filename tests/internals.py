@@ -36,6 +36,7 @@ NAMES = {
     "writer_limits": "dlocks.backends.database.limits:writer_limits",
     "HistoryTable": "dlocks.backends.database.history:HistoryTable",
     "sql": "dlocks.sql",
+    "TICKS": "dlocks.sql.clock:TICKS",
     "schemas": "dlocks.sql.schemas",
     "DummyBackend": "dlocks.backends.dummy:DummyBackend",
     "MemoryBackend": "dlocks.backends.memory:MemoryBackend",

@@ -413,9 +413,10 @@ def test_the_examples_on_settings(settings):
     plain = PessimisticBackend("default")
     options = evaluated(defaults)["default"]["OPTIONS"]
     assert options.keys() == options_of(PessimisticBackend)
-    for option in options.keys() - {"listen"}:
+    for option in options.keys() - {"listen", "prepare"}:
         assert getattr(written, option) == getattr(plain, option)
-    assert written.listening is plain.listening is None
+    assert written.notifications.listen is plain.notifications.listen is None
+    assert written.session.prepare is plain.session.prepare is None
     text = (pages.DOCS / "how-to/settings.md").read_text()
     assert all(f"`{option}`" in text for option in options)
     settings.DLOCKS = evaluated(aliases)

@@ -11,9 +11,9 @@ import pytest
 from django.db import DatabaseError, connection, connections, transaction
 from django.test import SimpleTestCase
 
-from dlocks.sql.clock import TICKS
 from tests.contract import BackendContract
 from tests.internals import (
+    TICKS,
     Claim,
     DummyBackend,
     InsertBackend,
