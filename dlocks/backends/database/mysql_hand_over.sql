@@ -28,14 +28,18 @@ FOR UPDATE SKIP LOCKED;
 
 DELETE FROM {claims} WHERE id = @dlocks_id;
 
--- Whether others wait, counted in the row or not.
-SET @dlocks_waiters = GREATEST(
-  CAST(@dlocks_waiters AS SIGNED) - (@dlocks_id IS NOT NULL),
-  EXISTS (
-    SELECT 1 FROM {claims}
-    WHERE key_resource = %(key)s AND version IS NULL AND end_time > {now}
+-- Whether others wait, counted in the row or not. A subquery of SET would wait for a
+-- claim that another transaction has locked.
+SELECT
+  GREATEST(
+    CAST(@dlocks_waiters AS SIGNED) - (@dlocks_id IS NOT NULL),
+    EXISTS (
+      SELECT 1 FROM {claims}
+      WHERE key_resource = %(key)s AND version IS NULL AND end_time > {now}
+    )
   )
-);
+INTO @dlocks_waiters
+FROM DUAL;
 
 UPDATE {locks} SET
   status = COALESCE(@dlocks_scope, %(status)s),

@@ -93,6 +93,9 @@ class Queue:
             return replace(RESERVED, unnotified=True)
         key = self.store.read([claim.key]).get(claim.key)
         ticket = key and key.ticket(claim)
+        if ticket is not None and ticket.grant is not None:
+            # It was granted without a known result.
+            self.delete(claim)
         if key is not None and key.state.is_held:
             # A lease is released by a statement that notifies.
             silent = False

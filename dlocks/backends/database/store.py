@@ -436,11 +436,17 @@ class Store:
     def _delete_claims(self, ids: list[int]) -> None:
         if not ids:
             return
-        rows = self.claims.filter(pk__in=ids)
-        if self.session.engine.idle:
-            # On InnoDB, the DELETE would wait for a transaction that pins a claim.
-            list(rows.select_for_update(nowait=True).values_list("pk"))
-        if self.delete("{claims}", "id", ids) < len(ids):
+        if not self.session.engine.idle:
+            if self.delete("{claims}", "id", ids) < len(ids):
+                raise ChangedError
+            return
+        # InnoDB may scan the whole table for a plain DELETE, and wait for a transaction
+        # that pins a claim of another key.
+        mine, parameters = self.session.one_of("id", ids, "row")
+        sql = self.session.sql(self.session.engine.many("{claims}", "", mine))
+        if self.session.execute(sql, parameters).changed < len(ids):
+            if self.claims.filter(pk__in=ids).exists():
+                raise RowLockedError
             raise ChangedError
 
     def delete(self, table: str, primary: str, values: Sequence[Any]) -> int:
