@@ -287,11 +287,11 @@ class Lock(LockPolicy):
 class MultiLock(Lock):
     """A lock on several keys, as returned by ``db_lock()``.
 
-    It is acquired when all keys are. All are requested at once, in one statement where
-    the backend can. If one is busy, they are acquired one by one, in the order of their
-    bytes and each in its queue. So no two callers wait for each other. ``timeout``
-    covers all keys together. When it passes, the keys acquired so far are released.
-    ``key`` lists all keys, for people.
+    It is acquired when all keys are. All are requested at once if the backend can. If
+    one is busy, they are acquired one by one, in the order of their bytes and each in
+    its queue. So no two callers wait for each other. ``timeout`` covers all keys
+    together. When it passes, the keys acquired so far are released. ``key`` lists all
+    keys, for people.
     """
 
     # One lock per key, in order.
