@@ -92,7 +92,7 @@ class Queue:
             # It may have been queued and granted without a known result.
             return replace(RESERVED, unnotified=True)
         key = self.store.read([claim.key]).get(claim.key)
-        ticket = key and key.ticket(claim)
+        ticket = None if key is None else key.ticket(claim)
         if ticket is not None and ticket.grant is not None:
             # It was granted without a known result.
             self.delete(claim)
