@@ -14,8 +14,7 @@ class Notifier:
     """A connection on which a process is notified.
 
     A notification says that a claim of this process may have been granted. The process
-    then polls its claims. A process of the same host may send the grant as well, which
-    saves the poll.
+    then polls its claims. A notifier that knows the grant itself saves the poll.
     """
 
     # The channel that claims of this process name, if it is not the requested one.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import contextlib
+import pkgutil
 import re
 import shlex
 import subprocess
@@ -521,6 +522,33 @@ def test_every_test_named_on_a_page_exists(page):
         for file, _ in named
     }
     assert [(file, test) for file, test in named if test not in tests[file]] == []
+
+
+MEMBERS = re.compile(r"^::: (\S+)\n((?: +.*\n)+)", re.MULTILINE)
+
+
+def test_each_name_in_the_reference_exists():
+    """One of them is an attribute of each hold, and not of the class."""
+    listed = [
+        f"{path}.{name}"
+        for page in (pages.DOCS / "reference").glob("*.md")
+        for path, options in MEMBERS.findall(page.read_text())
+        for name in re.findall(
+            r"\w+", " ".join(re.findall(r"members:((?: \[.*\]|\n +- \w+)+)", options))
+        )
+    ]
+    assert len(listed) > 60
+    assert [name for name in listed if find(name) is None] == [
+        "dlocks.core.hold.Hold.scope"
+    ]
+
+
+def find(path):
+    """Return the object of a dotted path, or None."""
+    try:
+        return pkgutil.resolve_name(path)
+    except (AttributeError, ImportError):
+        return None
 
 
 def test_the_documented_checks_are_the_existing_ones():
