@@ -141,6 +141,23 @@ def test_a_release_is_flushed_with_a_rollback_journal(tmp_path):
     raw.close()
 
 
+@pytest.mark.engine("sqlite")
+def test_a_step_is_the_writer_from_its_beginning(monkeypatch, in_other_thread):
+    """A transaction that has only read cannot continue if another one has written."""
+    connection.close()
+    monkeypatch.delitem(connection.settings_dict["OPTIONS"], "transaction_mode")
+    store = backends["default"].store
+    write = "UPDATE {locks} SET waiters = 0 WHERE key_resource = 'another'"
+
+    def rule(state, *, at):
+        with pytest.raises(RowLockedError):
+            in_other_thread(store.session.ask, write, {})
+        return state, "done"
+
+    assert store.step("stock:7", rule)[0] == "done"
+    connection.close()
+
+
 def test_a_lease_that_cannot_be_written_is_not_prolonged(monkeypatch):
     """Other processes see the row unchanged, and count from then."""
     backend = backends["watching"]
