@@ -202,14 +202,15 @@ def seen_by_the_commands():
             holder = db_lock("seen").holder() is not None
     with tenant("globex"):
         db_lock("left", ttl=0.5, renew=False).acquire()
-    backends["default"].grace, grace = 0.0, backends["default"].grace
+    store = backends["default"].store
+    store.grace, grace = 0.0, store.grace
     try:
         with tenant("acme"):
             while not (stale := db_lock("left").holder().stale):
                 threading.Event().wait(0.01)
             call_command("reap_locks", stdout=StringIO())
     finally:
-        backends["default"].grace = grace
+        store.grace = grace
     with tenant("globex"):
         return listed, holder, stale, db_lock("left").holder() is None
 

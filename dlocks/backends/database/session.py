@@ -342,9 +342,10 @@ class Session:
 
         In a TestCase it is a savepoint of the test's transaction.
         """
-        inside = self.in_transaction
-        around = nullcontext() if inside else self._limited_idle()
-        within = self._in_schema() if inside else nullcontext()
+        around = nullcontext() if self.in_transaction else self._limited_idle()
+        within: AbstractContextManager[object] = nullcontext()
+        if self.connection.vendor == "postgresql":
+            within = self.connection.execute_wrapper(self._qualify)
         raised: BaseException | None = None
         try:
             with around, transaction.atomic(using=self.database), within:
@@ -361,37 +362,26 @@ class Session:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Open a short transaction in which the ORM finds our tables.
+        """Open a short transaction that does not begin with the lock of a row.
 
-        The ORM qualifies the tables in SELECT alone. A step does this with the
-        statement that locks a row.
+        On PostgreSQL, the statement that locks a row sets the limit of a step.
         """
         with self.transaction():
-            if self.connection.vendor == "postgresql" and not self.is_nested:
-                sql = (
-                    "SELECT set_config('search_path', %(path)s, true),"
-                    " set_config('idle_in_transaction_session_timeout', '2s', true)"
-                )
-                self.execute(sql, {"path": self.search_path})
+            if self.engine.limits_waits and not self.is_nested:
+                limit = "set_config('idle_in_transaction_session_timeout', '2s', true)"
+                self.execute(f"SELECT {limit}", {})
             yield
 
-    @contextmanager
-    def _in_schema(self) -> Iterator[None]:
-        """Let the ORM find our tables within a transaction of the caller."""
-        if self.connection.vendor != "postgresql":
-            yield
-            return
-        set_path = "SELECT set_config('search_path', %(path)s, true)"
-        path = "SELECT current_setting('search_path')"
-        ((usual,),) = self.execute(path, {}).rows
-        self.execute(set_path, {"path": self.search_path})
-        yield
-        # After an error, the rollback to the savepoint around this does it.
-        self.execute(set_path, {"path": usual})
+    def _qualify(self, execute: Any, sql: Any, *arguments: Any) -> Any:
+        """Name the schema of our tables in what the ORM writes.
 
-    @property
-    def search_path(self) -> str:
-        return self.connection.ops.quote_name(self.schema)
+        The ORM itself qualifies the tables in SELECT alone, see ``dlocks.models``.
+        """
+        for verb in ("INSERT INTO ", "UPDATE ", "DELETE FROM "):
+            if isinstance(sql, str) and sql.startswith(f'{verb}"dlocks_'):
+                schema = self.connection.ops.quote_name(self.schema)
+                sql = f"{verb}{schema}.{sql.removeprefix(verb)}"
+        return execute(sql, *arguments)
 
     @contextmanager
     def _limited_idle(self) -> Iterator[None]:

@@ -349,8 +349,6 @@ class Store:
         settings = {
             "lock_timeout": f"{max(1, round(wait * 1000))}ms",
             "idle_in_transaction_session_timeout": IDLE_LIMIT,
-            # The ORM qualifies the tables in SELECT alone.
-            "search_path": self.session.search_path,
         }
         if not flush:
             settings["synchronous_commit"] = "off"
