@@ -252,9 +252,11 @@ def test_a_waiter_on_another_host_is_notified(in_other_thread):
             block = transaction.atomic() if scope == "transaction" else db_lock("other")
             with block, db_lock("stock:7", using=using, scope=scope):
                 assert in_other_thread(backend.enqueue, waits, "elsewhere").position
-            (notification,) = session.connection.notifies(timeout=5.0, stop_after=1)
-            assert notification.channel == "elsewhere", (using, scope)
+            # The insert strategy also notifies once it has granted the key.
+            notified = list(session.connection.notifies(timeout=5.0, stop_after=1))
+            assert {one.channel for one in notified} == {"elsewhere"}, (using, scope)
             backend.release(waits)
+            list(session.connection.notifies(timeout=0.1))
 
 
 # Shared holds.
