@@ -119,7 +119,7 @@ class DatabaseBackend(Backend):
         self.store = Store(
             self.session,
             self.run_outside,
-            self.notifications.send_on_commit,
+            self.notifications,
             grace=self.grace,
             observations=self.observations,
             deletes=self.deletes,

@@ -14,7 +14,7 @@ import socket
 import time
 from collections.abc import Collection
 from contextlib import suppress
-from functools import cache, partial
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -88,19 +88,27 @@ class Notifications:
         self.listen = listen
         self._socket: DatagramSocket | None = None
 
-    def send_on_commit(self, channels: Collection[str]) -> None:
-        """Notify processes when the open transaction commits."""
-        near = {channel for channel in channels if is_same_host(channel)}
-        if near:
-            transaction.on_commit(
-                partial(send, near), using=self.session.database, robust=True
-            )
+    def notify(self, channels: Collection[str]) -> None:
+        """Let PostgreSQL notify processes on other hosts with the next commit."""
         if self.session.engine.vendor == "postgresql":
-            # PostgreSQL sends the notification with the commit.
-            for channel in {*channels} - near - {""}:
-                self.session.execute(
-                    "SELECT pg_notify(%(channel)s, '')", {"channel": channel}
-                )
+            for channel in channels:
+                if channel and not is_same_host(channel):
+                    sql = "SELECT pg_notify(%(channel)s, '')"
+                    self.session.execute(sql, {"channel": channel})
+
+    def send(self, channels: Collection[str]) -> None:
+        """Notify processes on this host, after the caller's transaction if one is open.
+
+        Django logs the name of a callback that fails, and a partial() has none.
+        """
+
+        def notify() -> None:
+            send(channels)
+
+        if not self.session.connection.in_atomic_block:
+            notify()
+        elif any(map(is_same_host, channels)):
+            transaction.on_commit(notify, using=self.session.database, robust=True)
 
     def listener(self, channel: str) -> Notifier | None:
         """Listen with this thread's connection, or return None to poll instead."""

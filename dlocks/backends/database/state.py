@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -22,13 +22,15 @@ RESERVED = Ticket(must_retry=True, position=0, next_check=0.1)
 class Key:
     """A key as it was read from its row and its claims.
 
-    ``at`` is a reading of the database's clock, in seconds since 1970.
+    ``at`` is a reading of the database's clock, in seconds since 1970. ``notified`` are
+    the channels of the claims that a step has granted.
     """
 
     row: Any
     claims: Sequence[Any]
     state: KeyState
     at: Moment
+    notified: Collection[str] = ()
 
     @property
     def is_free(self) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -22,6 +22,7 @@ from django.db.models import CharField, Func, Value
 from dlocks.backends.base import HEARTBEAT_TIMEOUT, UnstorableKeyError
 from dlocks.backends.database.expiry import Observations
 from dlocks.backends.database.failures import not_installed
+from dlocks.backends.database.notify import Notifications
 from dlocks.backends.database.session import RowLockedError, Session, StepError
 from dlocks.backends.database.state import (
     MOMENT,
@@ -69,7 +70,7 @@ class Store:
         self,
         session: Session,
         run_outside: Callable[[Callable[[], Any]], Any],
-        notify: Callable[[Collection[str]], None],
+        notifications: Notifications,
         *,
         grace: float,
         observations: Observations | None = None,
@@ -83,8 +84,7 @@ class Store:
         self.deletes = deletes
         # Calls a function outside of the caller's transaction.
         self.run_outside = run_outside
-        # Notifies channels when the open transaction commits.
-        self.notify = notify
+        self.notifications = notifications
 
     @property
     def locks(self) -> Any:
@@ -240,7 +240,9 @@ class Store:
 
         # A number that the database draws may be taken by a claim that has brought it.
         draws = saving.get("position") is None
-        return self._transaction(work, wait, draws=draws, in_turn=in_turn)
+        result, now = self._transaction(work, wait, draws=draws, in_turn=in_turn)
+        self.notifications.send(now.notified)
+        return result, now
 
     def step_all(
         self,
@@ -421,13 +423,12 @@ class Store:
                 after, result = at_position(after, owner, new.pk, result)
         self._write_row(key, before, after, status)
         granted = {held.claim.owner for held in (after.held, *written) if held}
-        self.notify(
-            {
-                one.channel
-                for one in rows.values()
-                if one.version is None and one.owner in granted and one.channel
-            }
-        )
+        key.notified = {
+            one.channel
+            for one in rows.values()
+            if one.version is None and one.owner in granted and one.channel
+        }
+        self.notifications.notify(key.notified)
         key.state = after
         return result
 

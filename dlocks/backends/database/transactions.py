@@ -156,7 +156,7 @@ class TransactionLocks:
         rows: Sequence[Any] = ()
         with suppress(RowLockedError):
             rows = self.session.run(self.session.prepared, sql, parameters).rows
-        self.store.notify({channel for (channel,) in rows if channel})
+        self.store.notifications.send({channel for (channel,) in rows if channel})
         return bool(rows)
 
     # Guards.
