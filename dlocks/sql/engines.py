@@ -46,7 +46,7 @@ LIVE = "end_time > {now}"
 RANGE = "key_resource >= %(key)s AND key_resource <= %(key)s"
 # One row of InnoDB, found by its primary key alone.
 PRIMARY = "{locks} FORCE INDEX (PRIMARY)"
-# Reads the token of a grant. The insert id of a reply is 0 as soon as a trigger runs.
+# Reads the token of a grant whose reply was without it.
 READ_VERSION = (
     "SELECT version FROM {locks} WHERE key_resource = %(key)s AND owner = %(owner)s AND"
     " hold_count > 0 AND (status <> 'P' OR end_time > {now})"
@@ -86,8 +86,11 @@ class Engine:
     # Inserts the rows of many free keys in one statement.
     create_many: str = ""
     greatest: str = "GREATEST"
-    # The end of a statement that returns its token, and of one that returns anything.
+    # A term around the token by which the reply to an UPDATE contains it as its insert
+    # id. Elsewhere, the end of a statement that returns its token.
+    insert_id: str = "{token}"
     granted: str = ""
+    # The end of a statement that returns anything.
     returning: str = ""
     # The end of a release that a crash may lose. The lease then expires.
     unflushed: str = ""
@@ -166,20 +169,22 @@ class Engine:
         return self.fill(template + end)
 
     def acquire(self, *, inside: bool, versioned: bool) -> str:
-        """Return the statement that grants a free key, and returns the token.
+        """Return the statement that grants a free key.
 
         ``inside`` is for a caller's transaction. If ``versioned``, the row must have a
         version.
         """
-        free, read = FREE, READ_VERSION
+        free = FREE
         if versioned:
             free += " AND version = %(version)s"
         if inside and self.fresh:
-            # At SERIALIZABLE, even a read would lock the row.
-            free, read = f"{free} AND {self.fresh}", f"{read} AND {self.fresh}"
-        if self.granted:
-            return self.one(GRANT, free, self.granted)
-        return self.packet(self.one(GRANT, free), self.fill(read))
+            free += f" AND {self.fresh}"
+        grant = GRANT.replace("{token}", self.insert_id)
+        return self.one(grant, free, self.granted)
+
+    def token(self) -> str:
+        """Return the statement that reads the token of a grant."""
+        return self.fill(READ_VERSION)
 
     def release(self, *, flushed: bool) -> str:
         """Return the statement by which a holder releases a key without waiters."""
@@ -332,6 +337,7 @@ def _picked(verb: str, of: str) -> str:
 SAFELY = "SET STATEMENT sql_safe_updates = 0 FOR "
 INNODB = {
     "vendor": "mysql",
+    "insert_id": "LAST_INSERT_ID({token})",
     "locked": frozenset({1205, 3572}),  # lock wait timeout, not locked at once
     # A deadlock, and an error during commit, from a node of a Galera cluster if another
     # node has committed first. 1020 is a row that changed since the snapshot. 1467

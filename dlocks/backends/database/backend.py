@@ -38,7 +38,7 @@ from dlocks.backends.database.state import rounded
 from dlocks.backends.database.store import Store
 from dlocks.backends.database.transactions import TransactionLocks
 from dlocks.backends.notifiers import Notifier, RecentKeys
-from dlocks.exceptions import LockStale
+from dlocks.exceptions import LockBackendError, LockStale
 from dlocks.runtime.pools import is_pooled
 from dlocks.sql.clock import ticks
 from dlocks.sql.engines import refuse_lost
@@ -151,25 +151,37 @@ class DatabaseBackend(Backend):
 
         With a ``version``, the row must still have it.
         """
-        inside = claim.scope == "transaction"
+        inside, versioned = claim.scope == "transaction", version is not None
+        parameters = {
+            "key": claim.key,
+            # Free on commit. Until then the database itself keeps the row locked.
+            "status": "S" if inside else "P",
+            "owner": claim.owner,
+            "holder": self.store.fitted(claim.holder)[:255],
+            "owner_ip": claim.owner_ip,
+            "ttl": 0 if inside else ticks(claim.ttl),
+            "fair": claim.fair,
+        }
+        if versioned:
+            parameters["version"] = version
         reply = self.session.send(
-            "acquire",
-            {
-                "key": claim.key,
-                # Free on commit. Until then the database itself keeps the row locked.
-                "status": "S" if inside else "P",
-                "owner": claim.owner,
-                "holder": self.store.fitted(claim.holder)[:255],
-                "owner_ip": claim.owner_ip,
-                "ttl": 0 if inside else ticks(claim.ttl),
-                "fair": claim.fair,
-                "version": version,
-            },
-            True,
-            inside=inside,
-            versioned=version is not None,
+            "acquire", parameters, True, inside=inside, versioned=versioned
         )
-        return reply.rows[0][0] if reply.rows else None
+        if reply.rows or not reply.changed:
+            return reply.rows[0][0] if reply.rows else None
+        # The insert id is 0 if the table has a trigger.
+        return reply.insert_id or self._token(claim)
+
+    def _token(self, claim: Claim) -> int | None:
+        """Read the token of a claim that was granted. It may be lost since."""
+        sql = self.session.statement("token")
+        try:
+            rows = self.session.rows(sql, self.holders.of(claim))
+        except LockBackendError as error:
+            # The grant may be committed.
+            error.changed_nothing = False
+            raise
+        return rows[0][0] if rows else None
 
     def acquire(self, claim: Claim) -> Grant | None:
         self.store.refuse_unstorable(claim.key)

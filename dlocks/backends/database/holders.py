@@ -298,7 +298,13 @@ class Holders:
         other harm.
         """
         flush = bool(keep) or self.session.in_transaction
-        parameters = self.of(claim, status=status, keep=ticks(keep))
+        # Without what the statement does not use. mysqlclient quotes all of them.
+        parameters = {
+            "key": claim.key,
+            "owner": claim.owner,
+            "status": status,
+            "keep": ticks(keep),
+        }
         with suppress(RowLockedError):
             if self.store.deletes and not keep:
                 reply = self.session.send("delete_own", parameters, flush)

@@ -33,11 +33,13 @@ def writer_limits(connection: BaseDatabaseWrapper, *, flush: bool) -> Iterator[N
             wait_again = f"PRAGMA busy_timeout = {wait}"
         if not flush:
             ((level,),) = raw.execute("PRAGMA synchronous").fetchall()
-            # With a rollback journal, the database depends on the order of the flushes.
-            ((mode,),) = raw.execute("PRAGMA journal_mode").fetchall()
-            if level > NORMAL and mode == "wal":
-                limits.append(f"PRAGMA synchronous = {NORMAL}")
-                flush_again = f"PRAGMA synchronous = {level}"
+            if level > NORMAL:
+                ((mode,),) = raw.execute("PRAGMA journal_mode").fetchall()
+                # With a rollback journal, the database depends on the order of the
+                # flushes.
+                if mode == "wal":
+                    limits.append(f"PRAGMA synchronous = {NORMAL}")
+                    flush_again = f"PRAGMA synchronous = {level}"
     except unless:
         limits.clear()
     try:

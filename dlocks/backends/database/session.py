@@ -65,10 +65,14 @@ class RowLockedError(StepError):
 
 
 class Reply(NamedTuple):
-    """The rows that a statement returned, and the number of those that it changed."""
+    """The rows that a statement returned, and the number of those that it changed.
+
+    ``insert_id`` is what MySQL or MariaDB calls the last insert id.
+    """
 
     rows: Sequence[Any]
     changed: int
+    insert_id: int = 0
 
 
 class Session:
@@ -121,12 +125,7 @@ class Session:
 
     @property
     def in_transaction(self) -> bool:
-        connection = self.connection
-        if connection.in_atomic_block:
-            return True
-        if connection.connection is None:
-            return not connection.settings_dict["AUTOCOMMIT"]
-        return not connection.autocommit
+        return in_transaction(self.connection)
 
     @property
     def is_nested(self) -> bool:
@@ -248,11 +247,13 @@ class Session:
             cursor.execute(sql, parameters)
             # Fetch all rows, because an unfinished statement keeps SQLite's write lock.
             rows: Sequence[Any] = cursor.fetchall() if cursor.description else ()
+            # A text without a semicolon has one result. To ask for another takes time.
             while True:
-                if connection.vendor != "mysql" or not cursor.nextset():
+                if ";" not in sql or not cursor.nextset():
                     break
                 rows = cursor.fetchall() if cursor.description else rows
-            return Reply(rows, cursor.rowcount)
+            insert_id = cursor.lastrowid if connection.vendor == "mysql" else 0
+            return Reply(rows, cursor.rowcount, insert_id)
 
     def prepared(self, sql: str, parameters: Mapping[str, Any]) -> Reply:
         """Execute a statement that returns rows, prepared by psycopg if it can be."""
@@ -416,7 +417,8 @@ class Session:
         RowLockedError if another transaction has locked a row, and LockBackendError for
         other errors.
         """
-        connection, inside = self.connection, self.in_transaction
+        connection = self.connection
+        inside = in_transaction(connection)
         self._connect(connection)
         handled = sys.exc_info()[1]
         tries, reconnected, may_have_run = 0, False, False
@@ -571,6 +573,15 @@ def _django_cursor(connection: BaseDatabaseWrapper, own: Any) -> Any:
 
 def is_djangos(factory: Any) -> bool:
     return getattr(factory, "__module__", "").startswith("django.db.backends.")
+
+
+def in_transaction(connection: BaseDatabaseWrapper) -> bool:
+    """Return whether the next statement is not committed by itself."""
+    if connection.in_atomic_block:
+        return True
+    if connection.connection is None:
+        return not connection.settings_dict["AUTOCOMMIT"]
+    return not connection.autocommit
 
 
 def is_own_session(connection: BaseDatabaseWrapper) -> bool:

@@ -133,11 +133,11 @@ def test_long_keys_and_prefixes_fit_into_64_characters(is_busy):
 # LAST_INSERT_ID()
 
 
-def test_acquiring_leaves_last_insert_id_alone():
-    """It belongs to the caller, and Django reads generated keys from its cursor.
+def test_acquiring_sets_last_insert_id_and_nothing_else():
+    """The token arrives through ``LAST_INSERT_ID()``.
 
-    One statement writes the rows of several keys, and each key has the token of its
-    row.
+    Django reads generated keys from its cursor, where they stay. One statement writes
+    the rows of several keys, and each key has the token of its row.
     """
     for using, scope in itertools.product(FAMILY, ["lease", "transaction"]):
         key, first, second = (f"{one} {using} {scope}" for one in ("key", "a", "b"))
@@ -150,7 +150,7 @@ def test_acquiring_leaves_last_insert_id_alone():
             hold = db_lock(key, using=using, scope=scope).acquire()
             assert cursor.lastrowid == number == Group.objects.get(name=first).pk
             cursor.execute("SELECT LAST_INSERT_ID()")
-            assert cursor.fetchone() == (number,)
+            assert cursor.fetchone() == (hold.token,)
             created = Group.objects.create(name=second)
             assert created.pk == Group.objects.get(name=second).pk
             assert ResourceLock.objects.get(pk=key).version == hold.token

@@ -8,13 +8,17 @@ from dlocks import db_lock
 
 @pytest.mark.engine("mariadb", "mysql")
 @pytest.mark.django_db(transaction=True)
-def test_tokens_grow_in_spite_of_a_trigger():
+@pytest.mark.parametrize(
+    "trigger",
+    [
+        "BEFORE UPDATE ON dlocks_resourcelock FOR EACH ROW SET @x = 1",
+        "AFTER UPDATE ON dlocks_resourcelock FOR EACH ROW SET @x = LAST_INSERT_ID(42)",
+    ],
+)
+def test_tokens_grow_in_spite_of_a_trigger(trigger):
     """The insert id of a reply is 0 as soon as a trigger runs."""
     with connection.cursor() as cursor:
-        cursor.execute(
-            "CREATE TRIGGER of_a_test BEFORE UPDATE ON dlocks_resourcelock FOR EACH ROW"
-            " SET @x = 1"
-        )
+        cursor.execute(f"CREATE TRIGGER of_a_test {trigger}")
     try:
         for using in "default", "optimistic", "insert":
             tokens = []
