@@ -1,5 +1,7 @@
 """What a trigger on the tables of dlocks changes."""
 
+from functools import partial
+
 import pytest
 from django.db import connection
 
@@ -46,7 +48,11 @@ END $$;
 CREATE TRIGGER of_a_test BEFORE INSERT ON dlocks_resourcelock FOR EACH ROW
   EXECUTE FUNCTION delay_of_a_test()
 """
-IS_DELAYED = "SELECT 1 FROM pg_stat_activity WHERE wait_event = 'PgSleep'"
+
+
+def is_delayed(cursor):
+    cursor.execute("SELECT 1 FROM pg_stat_activity WHERE wait_event = 'PgSleep'")
+    return cursor.fetchone() is not None
 
 
 @pytest.mark.engine("postgresql")
@@ -58,7 +64,7 @@ def test_tokens_grow_although_an_insert_is_delayed(threads, until):
         cursor.execute("SELECT pg_advisory_lock(7)")
         try:
             late = threads(db_lock("stock:7", using="insert", ttl=90).acquire)
-            until(lambda: cursor.execute(IS_DELAYED) or cursor.fetchone())
+            until(partial(is_delayed, cursor))
             with db_lock("stock:7", using="insert") as hold:
                 pass
         finally:
