@@ -250,7 +250,8 @@ def _check_interference(backend: DatabaseBackend) -> Messages:
     messages: Messages = [
         checks.Warning(
             f"The table {table} on database {backend.database!r} has row security. A"
-            " hold whose row a policy hides does not keep other roles out.",
+            " role from which a policy hides rows cannot acquire their locks, or does"
+            " not see that they are held.",
             hint=f"ALTER TABLE {table} DISABLE ROW LEVEL SECURITY;",
             id="dlocks.W010",
         )

@@ -101,8 +101,7 @@ _AUDIT = {
             for table in _TABLES
         ),
     ],
-    # A trigger would remove the token from the server's reply (LAST_INSERT_ID). The
-    # binary log is read instead.
+    # The binary log is read instead.
     "mysql": [],
     "sqlite": [
         _TABLE,

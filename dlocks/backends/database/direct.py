@@ -16,7 +16,8 @@ from typing import Any
 from dlocks.backends.base import HANDOVER_LEASE, HEARTBEAT_TIMEOUT
 from dlocks.backends.database import notify
 from dlocks.backends.database.session import RowLockedError
-from dlocks.backends.database.store import Store, to_text
+from dlocks.backends.database.state import to_text
+from dlocks.backends.database.store import Store
 from dlocks.sql.clock import LATER, ticks
 from dlocks.values import Claim, Ticket
 

@@ -117,6 +117,14 @@ def not_installed() -> ImproperlyConfigured:
     )
 
 
+def unreadable(key: str, database: str) -> LockBackendError:
+    return LockBackendError(
+        f"The row of {key!r} on database {database!r} exists, but this session does not"
+        " find it. Check whether row security hides it ('manage.py check --database'"
+        " reports that as dlocks.W010)."
+    )
+
+
 def is_unmigrated(error: BaseException) -> bool:
     """Return whether the error means that a table or column of dlocks is missing."""
     if isinstance(error, LockBackendError) and error.__cause__ is not None:

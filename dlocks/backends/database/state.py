@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import json
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -12,6 +13,8 @@ from dlocks.values import Claim, Grant, Ticket
 
 T = TypeVar("T")
 
+# The maximum size in bytes of what a caller holds, as text. MySQL allows twice that.
+LONGEST_HOLDING = 32_000
 # Seconds that make no difference to a lease.
 MOMENT = 0.001
 # The ticket of a claim whose turn has come, in a transaction that it has to begin.
@@ -111,3 +114,12 @@ def claim_of(row: Any) -> Claim:
         owner_ip=row.owner_ip,
         owner=row.owner,
     )
+
+
+def to_text(holding: Iterable[Any]) -> str:
+    """Return the keys that a caller holds as JSON, or an empty text for none."""
+    holding = list(holding)
+    while len(text := json.dumps(holding)) > LONGEST_HOLDING:
+        # The deadlock may then stay unnoticed, and end by a timeout.
+        holding = holding[: len(holding) // 2]
+    return text if holding else ""

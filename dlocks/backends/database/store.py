@@ -7,10 +7,9 @@ the difference. The rules are there, and nowhere else.
 
 from __future__ import annotations
 
-import json
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -21,7 +20,7 @@ from django.db.models import CharField, Func, Value
 
 from dlocks.backends.base import HEARTBEAT_TIMEOUT, UnstorableKeyError
 from dlocks.backends.database.expiry import Observations
-from dlocks.backends.database.failures import not_installed
+from dlocks.backends.database.failures import not_installed, unreadable
 from dlocks.backends.database.notify import Notifications
 from dlocks.backends.database.session import RowLockedError, Session, StepError
 from dlocks.backends.database.state import (
@@ -30,6 +29,7 @@ from dlocks.backends.database.state import (
     at_position,
     claim_of,
     is_unused,
+    to_text,
 )
 from dlocks.backends.table import Held, KeyState, Moment, Waiting
 from dlocks.runtime import clock
@@ -45,10 +45,10 @@ T = TypeVar("T")
 
 # Seconds for which a step waits for a row that another step has locked.
 ROW_WAIT = 0.05
+# Seconds for which a step creates a row that other callers delete again.
+ABSENT_FOR = 2.0
 # Seconds of silence after which a queued claim is deleted, and not only skipped.
 DELETE_AFTER = 10.0
-# The maximum size in bytes of what a caller holds, as text. MySQL allows twice that.
-LONGEST_HOLDING = 32_000
 # Maximum number of rows that one statement reads or writes.
 BATCH = 500
 # Seconds after which the server ends a session that idles in a step.
@@ -278,19 +278,22 @@ class Store:
             with self.session.transaction():
                 return work(turn)
 
-        deadline, pause, turn = time.monotonic() + wait, 0.001, False
+        began, pause, turn = time.monotonic(), 0.001, False
         while True:
             try:
                 return self.session.run(attempt, turn, flush=flush)
             except AbsentError as error:
-                self.create(sorted(error.args[0]))
+                keys = sorted(error.args[0])
+                if time.monotonic() > began + ABSENT_FOR:
+                    raise unreadable(keys[0], self.session.database) from error
+                self.create(keys)
             except ChangedError:
                 pass
             except IntegrityError:
                 if not draws:
                     raise
             except RowLockedError:
-                if engine.limits_waits or time.monotonic() > deadline:
+                if engine.limits_waits or time.monotonic() > began + wait:
                     raise
                 turn = in_turn
                 if not turn:
@@ -575,15 +578,6 @@ class Store:
             False,
             nested=session.in_transaction,
         )
-
-
-def to_text(holding: Iterable[Any]) -> str:
-    """Return the keys that a caller holds as JSON, or an empty text for none."""
-    holding = list(holding)
-    while len(text := json.dumps(holding)) > LONGEST_HOLDING:
-        # The deadlock may then stay unnoticed, and end by a timeout.
-        holding = holding[: len(holding) // 2]
-    return text if holding else ""
 
 
 def _models() -> tuple[type[ResourceLock], type[LockClaim]]:

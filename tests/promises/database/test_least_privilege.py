@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+import time
 
 import pytest
 from django.db import connection
 
+from dlocks import LockBackendError, db_lock
 from dlocks.models import HoldRecord, ResourceLock
 from tests import jobs, pages, rows
+from tests.timing import in_time
 
 pytestmark = [
     pytest.mark.engine("postgresql"),
@@ -139,3 +142,30 @@ def test_the_rights_of_operators_are_sufficient(process):
     assert worker.call(jobs.rights, "look") == 1
     assert worker.call(jobs.rights, "clear") == "held"
     assert worker.call(jobs.rights, "end_share") == 1001
+
+
+def error_of_a_try(pipe, key):
+    try:
+        return f"{db_lock(key, timeout=0).try_acquire()}"
+    except LockBackendError as error:
+        return f"LockBackendError: {error}"
+
+
+def test_a_key_that_row_security_hides_is_an_error(process):
+    """The caller does not try forever, and does not take it for a busy key."""
+    rows.free("stock:7")
+    worker = process(APPLICATION)
+    with connection.cursor() as cursor:
+        cursor.execute("ALTER TABLE dlocks_resourcelock ENABLE ROW LEVEL SECURITY")
+        cursor.execute(
+            "CREATE POLICY of_a_test ON dlocks_resourcelock USING (owner = 'x') WITH"
+            " CHECK (true)"
+        )
+        try:
+            began = time.monotonic()
+            error = worker.call(error_of_a_try, "stock:7")
+            in_time(time.monotonic() - began, 8.0)
+        finally:
+            cursor.execute("DROP POLICY of_a_test ON dlocks_resourcelock")
+            cursor.execute("ALTER TABLE dlocks_resourcelock DISABLE ROW LEVEL SECURITY")
+    assert re.match(r"LockBackendError: .*'stock:7'.* row security", error)
