@@ -272,7 +272,7 @@ class Waiters:
             [waiter.claim for waiter in polled.values()], heartbeat=heartbeat
         )
         answered = clock.now()
-        nearest = sys.maxsize
+        nearest, woken = sys.maxsize, False
         for owner, waiter in polled.items():
             if (ticket := tickets.get(owner)) is None:
                 sent_again = clock.now()
@@ -286,9 +286,13 @@ class Waiters:
                 self._schedule.missed()
             if waiter.apply(ticket, sent):
                 waiter.wake()
+                woken = True
             else:
                 waiter.poll_at = min(waiter.poll_at, sent + ticket.next_check)
                 nearest = min(nearest, ticket.ahead)
+        if woken:
+            # The caller goes on first. Otherwise it waits until this thread sleeps.
+            time.sleep(0)
         return 0 if nearest == sys.maxsize else nearest
 
     @property

@@ -19,6 +19,7 @@ from dlocks.backends.database.session import RowLockedError
 from dlocks.backends.database.state import to_text
 from dlocks.backends.database.store import Store
 from dlocks.sql.clock import LATER, ticks
+from dlocks.sql.engines import HELD, MINE
 from dlocks.values import Claim, Ticket
 
 # Tries on InnoDB, where a statement skips a row that another one has locked.
@@ -129,7 +130,15 @@ class Direct:
                 rows = self.session.packet(text, parameters)
             except RowLockedError:
                 return ()
-            if not rows or rows[0][0] is not None:
+            if rows or not self._is_skipped(parameters):
                 return rows
             time.sleep(random.uniform(0, 0.0005 * 2**number))  # noqa: S311 (jitter)
         return ()
+
+    def _is_skipped(self, parameters: dict[str, Any]) -> bool:
+        """Return whether a claim holds its key, but its row was locked, on InnoDB."""
+        if self.session.engine.vendor != "mysql":
+            return False
+        mine = f"key_resource = %(key)s AND {MINE} AND {HELD}"
+        sql = self.session.sql(f"SELECT 1 FROM {{locks}} WHERE {mine}")
+        return bool(self.session.rows(sql, parameters))

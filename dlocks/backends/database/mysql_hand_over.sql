@@ -1,45 +1,32 @@
--- Release a key, and grant it to the first waiter if that wants it alone. NULL is
+-- Release a key, and grant it to the first waiter if that wants it alone. Nothing is
 -- returned if its row is locked.
 START TRANSACTION;
 
-SELECT COUNT(*), MAX(waiters), MAX({token})
-INTO @dlocks_done, @dlocks_waiters, @dlocks_version
+SELECT COUNT(*), MAX({token}) INTO @dlocks_done, @dlocks_version
 FROM {locks} FORCE INDEX (PRIMARY)
 WHERE key_resource >= %(key)s AND key_resource <= %(key)s
   AND owner = %(owner)s AND status = 'P' AND shares = 0
 FOR UPDATE SKIP LOCKED;
 
+-- All that wait, counted in the row or not. A subquery of SET would wait for a claim
+-- that another transaction has locked.
+SELECT COUNT(*), MIN(id) INTO @dlocks_waiters, @dlocks_first
+FROM {claims}
+WHERE @dlocks_done = 1 AND key_resource = %(key)s AND version IS NULL
+  AND end_time > {now};
+
 -- Aggregates are NULL if there is no waiter.
 SELECT
   MAX(id), MAX(owner), MAX(holder), MAX(owner_ip), MAX(scope), MAX(channel),
-  LEAST(MAX(handover_ttl), %(lease)s)
+  LEAST(MAX(handover_ttl), %(lease)s), @dlocks_waiters - COUNT(*)
 INTO
   @dlocks_id, @dlocks_owner, @dlocks_holder, @dlocks_ip, @dlocks_scope,
-  @dlocks_channel, @dlocks_ttl
+  @dlocks_channel, @dlocks_ttl, @dlocks_waiters
 FROM {claims}
-WHERE @dlocks_done = 1 AND NOT shared
-  AND id = (
-    SELECT MIN(first.id) FROM {claims} AS first
-    WHERE first.key_resource = %(key)s AND first.version IS NULL
-      AND first.end_time > {now}
-  )
-  AND version IS NULL AND end_time > {now}
+WHERE id = @dlocks_first AND NOT shared AND version IS NULL AND end_time > {now}
 FOR UPDATE SKIP LOCKED;
 
 DELETE FROM {claims} WHERE id = @dlocks_id;
-
--- Whether others wait, counted in the row or not. A subquery of SET would wait for a
--- claim that another transaction has locked.
-SELECT
-  GREATEST(
-    CAST(@dlocks_waiters AS SIGNED) - (@dlocks_id IS NOT NULL),
-    EXISTS (
-      SELECT 1 FROM {claims}
-      WHERE key_resource = %(key)s AND version IS NULL AND end_time > {now}
-    )
-  )
-INTO @dlocks_waiters
-FROM DUAL;
 
 UPDATE {locks} SET
   status = COALESCE(@dlocks_scope, %(status)s),
@@ -57,7 +44,3 @@ COMMIT;
 
 SELECT @dlocks_id IS NOT NULL, @dlocks_waiters, @dlocks_channel
 FROM DUAL WHERE @dlocks_done = 1
-UNION ALL
-SELECT NULL, NULL, NULL FROM {locks}
-WHERE @dlocks_done = 0 AND key_resource = %(key)s
-  AND owner = %(owner)s AND status = 'P' AND shares = 0

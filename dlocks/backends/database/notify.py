@@ -249,8 +249,10 @@ class Listener(Notifier):
             self._wait(timeout)
         notified, self._notified = self._notified, False
         if notified:
-            # A flood of datagrams must not be a flood of polls.
-            time.sleep(max(0.0, min(PAUSE, self._polled_at + PAUSE - clock.real_now())))
+            # A flood of datagrams must not be a flood of polls. Even a sleep of zero
+            # seconds would delay a grant.
+            if (pause := self._polled_at + PAUSE - clock.real_now()) > 0:
+                time.sleep(min(PAUSE, pause))
             self._polled_at = clock.real_now()
         return notified
 

@@ -171,12 +171,10 @@ class Queue:
         owners, more = session.one_of("owner", [one.owner for one in claims], "owner")
         heads: dict[str, Sequence[Any]] = {}
         # A notification usually says that it is the turn of the only claim.
-        texts = [session.engine.turns(keys, owners)]
-        if not heartbeat:
-            texts.insert(0, session.engine.grants(keys, owners))
-        for text in texts:
+        engine = session.engine
+        for compose in (engine.turns,) if heartbeat else (engine.grants, engine.turns):
             if len(heads) < len(names):
-                sql = session.sql(text)
+                sql = session.sql(compose(keys, owners))
                 reply = session.unlocked(session.prepared, sql, parameters | more)
                 heads |= {key: head for key, *head in reply.rows}
         rest = []
@@ -215,8 +213,12 @@ class Queue:
             if ticket is None:
                 continue
             if is_locked:
-                # A claim without ``takeover`` waits for the transaction too.
-                ticket = replace(ticket, unnotified=silent, must_retry=False)
+                # A claim without ``takeover`` waits for the transaction too. A live
+                # lease is released by a statement that notifies.
+                leased = key is not None and key.state.is_held and not key.is_free
+                ticket = replace(
+                    ticket, unnotified=silent and not leased, must_retry=False
+                )
             elif key is not None and key.is_silent:
                 ticket = replace(ticket, unnotified=silent)
             tickets[claim.owner] = ticket

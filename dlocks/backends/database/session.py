@@ -196,6 +196,8 @@ class Session:
         self, column: str, values: Sequence[Any], name: str
     ) -> tuple[str, dict[str, Any]]:
         """Return the condition that a column has one of the values, with parameters."""
+        if len(values) == 1:
+            return f"{column} = %({name})s", {name: values[0]}
         if self.connection.vendor == "postgresql":
             # One text, and one prepared statement, for any number of values.
             return f"{column} = ANY (%({name})s)", {name: list(values)}
