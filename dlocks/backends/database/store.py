@@ -286,7 +286,8 @@ class Store:
                 keys = sorted(error.args[0])
                 if time.monotonic() > began + ABSENT_FOR:
                     raise unreadable(keys[0], self.session.database) from error
-                self.create(keys)
+                if not self.create(keys) and time.monotonic() > began + wait:
+                    raise RowLockedError from error
             except ChangedError:
                 pass
             except IntegrityError:
@@ -533,30 +534,34 @@ class Store:
         elif changes:
             self.locks.filter(pk=row.pk).update(**changes)
 
-    def create(self, keys: Sequence[str]) -> None:
+    def create(self, keys: Sequence[str]) -> bool:
         """Create rows as free, in statements that are committed by themselves.
 
-        An uncommitted insert would make all other callers wait.
+        An uncommitted insert would make all other callers wait. Return False if that of
+        another transaction was in the way.
         """
         create = partial(self._create, keys)
         if self.session.in_transaction and not self.is_alone:
-            self.run_outside(create)
-        else:
-            create()
+            return bool(self.run_outside(create))
+        return create()
 
-    def _create(self, keys: Sequence[str]) -> None:
-        session = self.session
+    def _create(self, keys: Sequence[str]) -> bool:
+        session, tried, created = self.session, 0, 0
         many = session.engine.create_many and len(keys) > 1
         if many and not session.in_transaction:
             for start in range(0, len(keys), BATCH):
+                tried += 1
                 with suppress(RowLockedError):
                     some = {"keys": keys[start : start + BATCH]}
                     session.ask(session.engine.create_many, some)
-            return
+                    created += 1
+            return created == tried
         for key in keys:
             nothing = Claim(key=key, ttl=0.0, owner="")
             with suppress(RowLockedError):
                 self.insert(nothing, status="S", count=0)
+                created += 1
+        return created == len(keys)
 
     def insert(self, claim: Claim, *, status: str = "P", count: int = 1) -> None:
         """Insert the row of a claim, unless there is one. A crash may lose it.
