@@ -12,6 +12,8 @@ from django.contrib.auth.models import Group
 from django.core.checks import run_checks
 from django.db import connection, transaction
 from django.db.backends.signals import connection_created
+from django.db.transaction import TransactionManagementError
+from django.db.utils import OperationalError
 from django.test import override_settings
 
 from dlocks import LockBackendError, LockLost, db_lock
@@ -89,6 +91,24 @@ def test_a_hold_is_lost_with_its_transaction_after_a_timeout(strict_server):
         assert other.hear() == "unlocked"
         assert isinstance(other.call(jobs.try_once, mine, using=using), int)
     other.call(jobs.release_all)
+
+
+def test_a_transaction_that_the_server_has_ended_commits_nothing():
+    """A request for a lock is the victim of a deadlock. The caller goes on."""
+
+    def deadlock(execute, sql, *arguments):
+        if "dlocks_" in sql:
+            connection.connection.rollback()
+            raise OperationalError(1213, "Deadlock found")
+        return execute(sql, *arguments)
+
+    Group.objects.create(name="before")
+    with pytest.raises(TransactionManagementError), transaction.atomic():
+        Group.objects.update(name="first")
+        with connection.execute_wrapper(deadlock), pytest.raises(LockBackendError):
+            db_lock("stock:7").acquire()
+        Group.objects.update(name="second")
+    assert Group.objects.get().name == "before"
 
 
 # GET_LOCK

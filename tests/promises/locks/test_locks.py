@@ -614,6 +614,16 @@ def test_tokens_grow_across_purging_and_recreating_the_row(until):
         assert second.token > first.token
 
 
+def test_a_row_whose_token_is_ahead_of_the_clock_is_not_purged():
+    """The next row would begin at the clock."""
+    with db_lock("stock:7") as hold:
+        ahead = hold.token + 10**9
+        ResourceLock.objects.filter(pk="stock:7").update(version=ahead)
+    purge("default")
+    with db_lock("stock:7") as hold:
+        assert hold.token > ahead
+
+
 def test_clearing_fences_off_and_notifies_the_holder():
     lost = []
     with pytest.raises(LockLost), db_lock("stock:7", on_lost=lost.append) as hold:
