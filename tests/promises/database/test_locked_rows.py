@@ -180,6 +180,26 @@ def test_the_first_lease_starts_at_the_delayed_grant(workers, until):
 
 
 @SERVERS
+def test_a_turn_in_a_transaction_is_no_grant_while_the_row_is_locked(workers, until):
+    """The row names the claim, but the transaction has not locked it."""
+    (other,) = workers(1)
+    backend, first = PessimisticBackend("default"), claim()
+    second = claim(scope="transaction")
+    assert backend.acquire(first) is not None
+    assert backend.enqueue(second) is not None
+    assert backend.release(first)
+    other.start(jobs.lock_row, "stock:7")
+    assert other.hear() == "locked"
+    with transaction.atomic():
+        assert backend.acquire(second) is None
+    other.tell()
+    assert other.hear() == "unlocked"
+    with transaction.atomic():
+        assert until(lambda: backend.acquire(second)).token
+        assert backend.release(second)
+
+
+@SERVERS
 def test_polling_keys_locked_by_transactions_does_not_wait(workers):
     """There may be many such keys, and no message is received meanwhile."""
     keys = [f"stock:{number}" for number in range(6)]
