@@ -305,8 +305,10 @@ class ZooKeeperBackend(LocalClaims):
 
     def _ticket(self, entry: Entry) -> Ticket:
         if entry.token is not None:
+            # Its lease begins when its caller learns of it. No later poll renews it.
+            begins, entry.is_collected = not entry.is_collected, True
             # A claim without a certain lease has to retry.
-            return Ticket(grant=self._grant(entry), must_retry=True)
+            return Ticket(grant=self._grant(entry, begins=begins), must_retry=True)
         return Ticket(
             must_retry=entry.gone,
             ahead=entry.ahead,
@@ -414,14 +416,20 @@ class ZooKeeperBackend(LocalClaims):
         entry = self._entries.get(claim.owner)
         return None if entry is None or entry.token is None or entry.leaving else entry
 
-    def _grant(self, entry: Entry) -> Grant | None:
-        """Return the grant of a claim, or None if it waits or has no lease."""
+    def _grant(self, entry: Entry, *, begins: bool = True) -> Grant | None:
+        """Return the grant of a claim, or None if it waits or has no lease.
+
+        ``begins`` says that its lease begins now.
+        """
         now = clock.now()
         with self._mutex:
             left = self.ensemble.certain_until - now
+            if not begins:
+                left = min(left, entry.ends_at - now)
             if entry.token is None or entry.gone or entry.leaving or left <= 0:
                 return None
-            entry.ends_at = now + entry.claim.ttl
+            if begins:
+                entry.ends_at = now + entry.claim.ttl
             self._maintain_from(entry.ends_at)
         return Grant(entry.token, left if left < entry.claim.ttl else None)
 

@@ -117,6 +117,8 @@ class Entry(LocalEntry):
     number: int = 0
     # Whether the listening thread reports its turn.
     is_notified: bool = False
+    # Whether its caller has learned of the grant.
+    is_collected: bool = False
     last_seen_at: float = field(default_factory=clock.now)
     ahead: int = 0
     # The node that it watches.
