@@ -280,8 +280,13 @@ class Session:
             return self.execute(sql, parameters)
 
     def _preparing(self, connection: BaseDatabaseWrapper) -> Any:
-        """Return unused cursors that prepare, or None to use Django's own."""
+        """Return unused cursors that prepare, or None to use Django's own.
+
+        Django's log of queries reads the text of a statement from its own cursor.
+        """
         if connection.vendor != "postgresql" or self.prepare is False:
+            return None
+        if connection.queries_logged:
             return None
         raw = connection.connection
         known, unused = getattr(self._local, "prepared", (None, None))

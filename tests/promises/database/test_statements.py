@@ -101,6 +101,7 @@ def test_tools_see_every_statement(monkeypatch):
     with CaptureQueriesContext(connection) as queries:
         use(1)
     assert len(queries) == 2
+    assert all("stock:7" in query["sql"] for query in queries)
     kind, patches = type(wrapper), []
     for name in "cursor", "_cursor", "_prepare_cursor", "make_cursor", "create_cursor":
         method = watched(getattr(kind, name))
