@@ -27,7 +27,6 @@ NAMES = {
     "notify": "dlocks.backends.database.notify",
     "history_buffers": "dlocks.history:_books",
     "database": "dlocks.backends.database",
-    "database_backend": "dlocks.backends.database.backend",
     "strategies": "dlocks.backends.database.strategies",
     "holders": "dlocks.backends.database.holders",
     "direct": "dlocks.backends.database.direct",
