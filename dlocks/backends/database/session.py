@@ -411,8 +411,7 @@ class Session:
             if connection.connection is session:
                 try:
                     self.execute(f"SET {', '.join(usual)}", {})
-                except Error:
-                    # The server may have ended the session.
+                except Error:  # The server may have ended the session.
                     connection.close()
 
     # Errors.
