@@ -93,8 +93,8 @@ class Queue:
             return replace(RESERVED, unnotified=True)
         key = self.store.read([claim.key]).get(claim.key)
         ticket = None if key is None else key.ticket(claim)
-        if ticket is not None and ticket.grant is not None:
-            # It was granted without a known result.
+        if ticket is not None and ticket.grant is not None and not claim.shared:
+            # It was granted without a known result. The row of a share is its hold.
             self.delete(claim)
         if key is not None and key.state.is_held:
             # A lease is released by a statement that notifies.

@@ -94,6 +94,23 @@ def test_a_waiter_that_returns_is_ahead_of_later_ones():
         assert backend.release(later)
 
 
+@pytest.mark.engine("postgresql", "mariadb", "mysql")
+def test_a_share_is_kept_if_its_claim_is_queued_again(workers):
+    """The reply to the claim was lost, it was granted, and the row is locked now."""
+    (other,), backend = workers(1), backends["default"]
+    writer, reader = claim(), claim(shared=True)
+    assert backend.acquire(writer)
+    assert backend.enqueue(reader).position
+    assert backend.release(writer)
+    other.start(jobs.lock_row, "stock:7")
+    assert other.hear() == "locked"
+    assert backend.enqueue(reader).grant
+    other.tell()
+    assert other.hear() == "unlocked"
+    assert backend.verify([reader], 1)
+    assert backend.release(reader)
+
+
 @pytest.mark.front
 def test_a_grant_that_was_read_too_late_gives_no_hold():
     """The caller was paused after its turn had come, until its lease had ended."""
