@@ -10,7 +10,6 @@ from zoneinfo import ZoneInfo
 
 from django.db import models
 from django.db.backends.base.base import BaseDatabaseWrapper
-from django.utils import timezone
 
 
 class KeyField(models.CharField):  # type: ignore[type-arg]
@@ -106,6 +105,9 @@ class ClockField(models.DateTimeField):  # type: ignore[type-arg]
             return None
         if connection.vendor != "postgresql":
             return value.replace(tzinfo=UTC)
-        if timezone.is_naive(value):
-            value = value.replace(tzinfo=ZoneInfo(connection.timezone_name))
-        return value.astimezone(UTC)
+        # The session may have another time zone than Django has set, and assumes.
+        # psycopg 2 only knows its name.
+        info = connection.connection.info
+        zone = getattr(info, "timezone", None)
+        zone = zone or ZoneInfo(info.parameter_status("TimeZone"))
+        return value.replace(tzinfo=zone).astimezone(UTC)

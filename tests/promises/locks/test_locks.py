@@ -30,12 +30,13 @@ from dlocks import (
     LockStale,
     LockTimeout,
     db_lock,
+    db_semaphore,
     lock_acquired,
     lock_lost,
     lock_released,
     lock_timeout,
 )
-from dlocks.models import ResourceLock
+from dlocks.models import LockClaim, ResourceLock
 from dlocks.testing import abandoned
 from dlocks.values import KEY_LENGTH
 from tests import jobs
@@ -406,6 +407,30 @@ def test_the_time_zone_of_a_session_does_not_matter(case, in_other_thread):
             )
             assert hold.token == row("stock:7").version
             assert 20 < row("stock:7").seconds_left < 30.001
+    finally:
+        # The time zone of the session ends with the connection, and with its pool.
+        connection.close()
+        getattr(connection, "close_pool", lambda: None)()
+
+
+@pytest.mark.engine("postgresql", "mariadb", "mysql")
+@for_each("zone", ["Asia/Tokyo", "America/New_York"])
+@for_each("use_tz", [True, False])
+def test_a_permit_lasts_for_its_ttl_in_any_time_zone(zone, use_tz, settings):
+    """Its end is calculated from a time that was read in the session's time zone."""
+    settings.USE_TZ = use_tz
+    try:
+        with connection.cursor() as cursor:
+            if connection.vendor == "postgresql":
+                cursor.execute("SELECT set_config('TimeZone', %s, false)", [zone])
+            else:
+                offset = {"Asia/Tokyo": "+09:00", "America/New_York": "-05:00"}[zone]
+                cursor.execute("SET time_zone = %s", [offset])
+        with db_semaphore("stock:7", permits=2) as hold:
+            hold.check()
+            assert abs(hold.token / 1e6 - time.time()) < 3600
+            (share,) = LockClaim.objects.by_clock()
+            assert 20 < share.seconds_left < 30.001
     finally:
         # The time zone of the session ends with the connection, and with its pool.
         connection.close()
