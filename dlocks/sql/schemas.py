@@ -17,6 +17,13 @@ from typing import Any
 from django.apps import apps
 from django.db.backends.base.base import BaseDatabaseWrapper
 
+# Our tables by the names of their placeholders. An application may have others whose
+# names begin alike.
+TABLES = {
+    "locks": "dlocks_resourcelock",
+    "claims": "dlocks_lockclaim",
+    "records": "dlocks_holdrecord",
+}
 # The number of schemas that a message names.
 NAMED = 3
 

@@ -43,7 +43,7 @@ from dlocks.runtime.connected import connection_of
 from dlocks.runtime.pools import close_lost
 from dlocks.runtime.requests import nested_request
 from dlocks.sql.engines import Engine, engine_of
-from dlocks.sql.schemas import find_tables, qualified, schema_of
+from dlocks.sql.schemas import TABLES, find_tables, qualified, schema_of
 
 T = TypeVar("T")
 
@@ -169,8 +169,7 @@ class Session:
         if (known := self._texts.get(text)) is not None:
             return known
         found = self.engine.fill(text)
-        for name in ("locks", "claims"):
-            table = {"locks": "dlocks_resourcelock", "claims": "dlocks_lockclaim"}[name]
+        for name, table in TABLES.items():
             quoted = qualified(table, self.connection, self.schema)
             # FOR UPDATE OF requires the name of a table without its schema.
             found = found.replace(f"{{of_{name}}}", quoted.rpartition(".")[2])
@@ -386,7 +385,8 @@ class Session:
         The ORM itself qualifies the tables in SELECT alone, see ``dlocks.models``.
         """
         for verb in ("INSERT INTO ", "UPDATE ", "DELETE FROM "):
-            if isinstance(sql, str) and sql.startswith(f'{verb}"dlocks_'):
+            ours = tuple(f'{verb}"{table}"' for table in TABLES.values())
+            if isinstance(sql, str) and sql.startswith(ours):
                 schema = self.connection.ops.quote_name(self.schema)
                 sql = f"{verb}{schema}.{sql.removeprefix(verb)}"
         return execute(sql, *arguments)

@@ -6,6 +6,7 @@ import pytest
 from django.db import connection
 from django.db.transaction import atomic
 
+from dlocks import db_semaphore
 from tests.internals import HoldRecord, LockClaim, ResourceLock, backends, schemas
 
 pytestmark = [
@@ -78,3 +79,18 @@ def test_a_step_names_the_schema_and_leaves_the_search_path(schema):
             assert path() == before
             assert row.update(waiters=0) == 1
         assert path() == before
+
+
+def test_a_table_of_the_application_keeps_its_schema(schema):
+    """A wrapper of the application writes within a step, to a table of its own."""
+
+    def note(execute, sql, *arguments):
+        if "the_log" not in sql:
+            with connection.cursor() as cursor:
+                cursor.execute('INSERT INTO "dlocks_the_log" VALUES (1)')
+        return execute(sql, *arguments)
+
+    with connection.cursor() as cursor:
+        cursor.execute('CREATE TABLE "its own".dlocks_the_log (number int)')
+    with connection.execute_wrapper(note), db_semaphore("stock:7", permits=2) as hold:
+        hold.check()
