@@ -202,8 +202,8 @@ class DatabaseBackend(Backend):
                     return None
             grant = rounded(self.store.step(claim.key, rules.acquire, claim)[0], claim)
         except RowLockedError:
-            grant = None
             self.store.refuse_locked_table()
+            grant = self.holders.grant_again(claim)
         if grant is None:
             self._refuse(claim)
         return grant

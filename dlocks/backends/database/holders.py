@@ -82,6 +82,25 @@ class Holders:
             return engine.many("{claims}", what, condition, engine.returning)
         return engine.one(what, condition, engine.returning)
 
+    # Acquisition.
+
+    def grant_again(self, claim: Claim) -> Grant | None:
+        """Return a grant if the locked row of a key is the claim's own, or None.
+
+        The claim has inserted it, or the reply to its first request was lost.
+        """
+        grant: Grant | None = None
+
+        def step() -> bool:
+            nonlocal grant
+            grant, _ = self.store.step(claim.key, rules.acquire, claim)
+            return grant is not None
+
+        left = partial(self._left, claim, self.condition(claim))
+        if left() is not None:
+            self.retried(step, left, claim.key)
+        return rounded(grant, claim)
+
     # Renewal.
 
     def renew(self, claims: Sequence[Claim]) -> Mapping[str, float]:

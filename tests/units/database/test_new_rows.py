@@ -11,8 +11,9 @@ from django.db import transaction
 
 from dlocks import LockTimeout, db_lock, db_rwlock
 from dlocks.models import ResourceLock
+from tests import jobs
 from tests.for_each import for_each
-from tests.internals import RowLockedError, backends
+from tests.internals import Claim, RowLockedError, backends
 from tests.timing import in_time
 
 pytestmark = [pytest.mark.driver, pytest.mark.django_db(transaction=True)]
@@ -81,3 +82,27 @@ def test_creating_the_row_of_a_new_key_is_retried(using, monkeypatch):
     with db_lock("new", using=using, timeout=0):
         pass
     assert tried == ["new", "new"]
+
+
+@pytest.mark.engine("postgresql", "mariadb", "mysql")
+def test_an_inserted_row_is_granted_although_another_caller_has_locked_it(
+    monkeypatch, workers
+):
+    """It was locked before the claim could draw its token."""
+    (other,), backend = workers(1), backends["insert"]
+    claim, insert = Claim(key="stock:7", ttl=30.0), backend.store.insert
+    unlock = threading.Timer(0.5, other.tell)
+
+    def insert_and_stall(*arguments, **options):
+        insert(*arguments, **options)
+        other.start(jobs.lock_row, "stock:7")
+        assert other.hear() == "locked"
+        unlock.start()
+
+    monkeypatch.setattr(backend.store, "insert", insert_and_stall)
+    grant = backend.acquire(claim)
+    unlock.join()
+    assert other.hear() == "unlocked"
+    assert grant
+    assert grant.token == ResourceLock.objects.get().version
+    assert backend.release(claim)
