@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from dlocks.backends import table as rules
+from dlocks.backends.base import TableLockedError
 from dlocks.backends.database.direct import Direct
 from dlocks.backends.database.queue import Queue
 from dlocks.backends.database.session import RowLockedError
@@ -97,8 +98,10 @@ class Holders:
             return grant is not None
 
         left = partial(self._left, claim, self.condition(claim))
-        if left() is not None:
-            self.retried(step, left, claim.key)
+        # SQLite may refuse even to read while its single writer commits.
+        with suppress(TableLockedError):
+            if left() is not None:
+                self.retried(step, left, claim.key)
         return rounded(grant, claim)
 
     # Renewal.

@@ -10,6 +10,7 @@ import pytest
 from django.db import transaction
 
 from dlocks import LockTimeout, db_lock, db_rwlock
+from dlocks.backends.base import TableLockedError
 from dlocks.models import ResourceLock
 from tests import jobs
 from tests.for_each import for_each
@@ -106,3 +107,19 @@ def test_an_inserted_row_is_granted_although_another_caller_has_locked_it(
     assert grant
     assert grant.token == ResourceLock.objects.get().version
     assert backend.release(claim)
+
+
+@pytest.mark.engine("sqlite")
+def test_a_key_is_busy_while_the_database_cannot_even_be_read(monkeypatch):
+    """Without a write-ahead log, the commit of another writer excludes readers."""
+
+    def busy(*_):
+        raise RowLockedError
+
+    def unreadable(*_):
+        raise TableLockedError
+
+    backend = backends["default"]
+    monkeypatch.setattr(backend, "take", busy)
+    monkeypatch.setattr(backend.session, "rows", unreadable)
+    assert backend.acquire(Claim(key="stock:7", ttl=30.0)) is None
