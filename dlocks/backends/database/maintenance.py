@@ -124,16 +124,6 @@ class Maintenance:
         after = self.store.read([key]).get(key)
         return after is None or not exists(after)
 
-    def move_on(self, key: str) -> bool:
-        """Grant a free key to its next waiter.
-
-        Return whether no holder or waiter is in the way any more.
-        """
-        with suppress(RowLockedError):
-            found = self.store.step(key, rules.tidy)[1]
-            return found.is_free and not found.state.queue and not found.state.shares
-        return False
-
     def tidy(self, key: str) -> tuple[int, int]:
         """Delete the ended shared holds and the dead claims of a key.
 

@@ -138,9 +138,10 @@ def test_a_grant_pending_at_an_interrupt_is_released(interrupt, stopped, until, 
 def test_a_claim_pending_at_an_interrupt_leaves_the_queue(
     interrupt, stopped, until, in_other_thread, around, times
 ):
-    """After an error of a signal handler, it leaves once nobody sends its heartbeat.
+    """After a Ctrl-C, the claim has left the queue when the caller gets the exception.
 
-    A key that it is granted meanwhile is free again after the lease of such a grant.
+    After an error of a signal handler, the server may still queue the claim. It can
+    then be granted the key, which is free again after the lease of that grant.
     """
     held = in_other_thread(db_lock("stock:7").acquire)
     for _ in range(times):

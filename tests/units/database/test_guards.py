@@ -63,7 +63,7 @@ def test_a_guarded_shared_hold_blocks_no_work_on_other_claims(level, workers):
             # guarded hold.
             owner = rows.OWNER[:16] + "f" * 16
             waiting.append(rows.waits("price", shared=True, owner=owner).pk)
-            backend.maintenance.move_on("price")
+            backend.maintenance.tidy("price")
             admitted = LockClaim.objects.filter(pk__in=waiting, version__gt=1000)
             tokens = list(admitted.order_by("pk").values_list("version", flat=True))
             assert len(tokens) == 4
