@@ -77,6 +77,8 @@ class Claim:
     holder: str = ""
     owner_ip: str | None = None
     owner: str = field(default_factory=new_owner, repr=False)
+    # Whether it may have a place in the queue, which has to end with its grant.
+    queued: bool = False
     # What its caller holds while it waits, to detect deadlocks.
     holding: tuple[HeldKey, ...] = field(default=(), repr=False)
 

@@ -331,11 +331,9 @@ class Attempt:
     def _join_queue(self, claim: Claim) -> bool:
         """Join the queue, and return whether there is something to try at once."""
         waiters = waiters_of(self.backend)
-        caller = self.caller
-        if self.backend.deadlock_after is not None and (
-            holding := callers.holding_of(caller, self.backend)
-        ):
-            self.claim = claim = replace(claim, holding=holding)
+        caller, looks = self.caller, self.backend.deadlock_after is not None
+        holding = callers.holding_of(caller, self.backend) if looks else ()
+        self.claim = claim = replace(claim, queued=True, holding=holding)
         wake, until = self.wakeup.wake, self.deadline
         self.waiter = waiter = Waiter(claim, wake, caller, until)
         try:
@@ -359,6 +357,7 @@ class Attempt:
             # Queueing is not possible at the moment, or not necessary.
             waiters.remove(waiter)
             self.waiter, self.may_be_granted = None, ticket is not None
+            self.claim = replace(claim, queued=False)
             return ticket is not None
         at_once = waiter.apply(ticket, sent)
         # In any case, because the first try may fail while another session reads the

@@ -253,8 +253,7 @@ class Waiters:
             polled = {waiter.claim.owner: waiter for waiter in due}
             if notified or self._poll_at <= sent:
                 polled |= {one.claim.owner: one for one in foremost(queued)}
-        if due:
-            self._cancel_abandoned()
+        self._cancel_abandoned()
         ahead = self._apply(polled, sent, heartbeat=bool(due), notified=notified)
         with self._mutex:
             self._poll_at = clock.now() + self._schedule.delay(ahead)
@@ -332,8 +331,16 @@ class Waiters:
             waiter.mutex.release()
 
     def _cancel_abandoned(self) -> None:
+        """Cancel claims that no caller waits for.
+
+        Not before they are queued. A claim that joined after that would stay.
+        """
         with self._mutex:
-            abandoned = list(one for one in self._waiters.values() if one.is_abandoned)
+            abandoned = list(
+                one
+                for one in self._waiters.values()
+                if one.is_queued and one.is_abandoned
+            )
         for waiter in abandoned:
             self.remove(waiter)
             self.backend.release(waiter.claim, failed=True)

@@ -25,10 +25,11 @@ GRANT = (
     " %(owner_ip)s, begin_time = {now}, end_time = {after:ttl}, hold_count = 1, version"
     " = {token}"
 )
-# Free, or already this claim's: the reply was lost, or the key is reserved for it.
+# Already this claim's: the reply was lost, or the key is reserved for it.
+OWN = "owner = %(owner)s AND (status = 'P' OR end_time > {now})"
 FREE = (
     "(status <> 'P' AND end_time <= {now} AND shares = 0 AND (waiters = 0 OR NOT"
-    " %(fair)s) OR owner = %(owner)s AND (status = 'P' OR end_time > {now}))"
+    f" %(fair)s) OR {OWN})"
 )
 RELEASE = "status = %(status)s, hold_count = 0, end_time = {after:keep}"
 WAITERS = (
@@ -168,13 +169,14 @@ class Engine:
             template = template.replace(name, value)
         return self.fill(template + end)
 
-    def acquire(self, *, inside: bool, versioned: bool) -> str:
+    def acquire(self, *, inside: bool, versioned: bool, queued: bool) -> str:
         """Return the statement that grants a free key.
 
         ``inside`` is for a caller's transaction. If ``versioned``, the row must have a
-        version.
+        version. A claim that is ``queued`` gets only a key that is already its own,
+        because the statement would leave its place in the queue.
         """
-        free = FREE
+        free = f"({OWN})" if queued else FREE
         if versioned:
             free += " AND version = %(version)s"
         if inside and self.fresh:

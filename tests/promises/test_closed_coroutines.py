@@ -235,3 +235,51 @@ def test_a_wait_that_lost_its_loop_leaves_its_first_key(
         close(task)
     hold.release()
     until(lambda: not is_busy("b", using="memory"), 5)
+
+
+class SlowQueue(import_string("dlocks.backends.memory.MemoryBackend")):
+    """A backend whose queue a claim on "a" joins once a test lets it."""
+
+    def enqueue(self, claim, *arguments):
+        if claim.key == "a":
+            SlowQueue.asked.set()
+            SlowQueue.joins.wait(30)
+        ticket = super().enqueue(claim, *arguments)
+        if claim.key == "a":
+            SlowQueue.joined.set()
+        return ticket
+
+    def poll(self, claims, **options):
+        SlowQueue.heartbeats += options["heartbeat"]
+        return super().poll(claims, **options)
+
+
+def test_a_claim_that_joins_after_the_end_of_its_loop_is_cancelled(
+    settings, until, threads, in_other_thread
+):
+    """The task still exists, so that nothing closes its coroutine."""
+    path = f"{__name__}.{SlowQueue.__name__}"
+    settings.DLOCKS = {**settings.DLOCKS, "slow": {"BACKEND": path}}
+    for name in "asked", "joins", "joined":
+        setattr(SlowQueue, name, threading.Event())
+    SlowQueue.heartbeats = 0
+    one, other = (db_lock(key, using="slow", timeout=60) for key in "ab")
+    hold, another = in_other_thread(one.acquire), in_other_thread(other.acquire)
+    waiter = threads(lambda: other.acquire().release())
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(one.aacquire())
+    while not SlowQueue.asked.is_set():
+        loop.run_until_complete(asyncio.sleep(0.001))
+    loop.close()
+    # The thread that serves the waiters has looked since.
+    seen = SlowQueue.heartbeats
+    until(lambda: SlowQueue.heartbeats > seen + 1)
+    SlowQueue.joins.set()
+    assert SlowQueue.joined.wait(30)
+    hold.release()
+    with one as following:
+        # Its claim was cancelled, and is no lease that had to expire.
+        assert not following.takeover
+    another.release()
+    waiter.join(30)
+    close(task)

@@ -165,7 +165,12 @@ class DatabaseBackend(Backend):
         if versioned:
             parameters["version"] = version
         reply = self.session.send(
-            "acquire", parameters, True, inside=inside, versioned=versioned
+            "acquire",
+            parameters,
+            True,
+            inside=inside,
+            versioned=versioned,
+            queued=claim.queued,
         )
         if reply.rows or not reply.changed:
             return reply.rows[0][0] if reply.rows else None

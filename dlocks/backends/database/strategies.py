@@ -71,7 +71,7 @@ class InsertBackend(DatabaseBackend):
     deletes: ClassVar[bool] = True
 
     def take(self, claim: Claim) -> int | None:
-        if claim.scope == "lease":
+        if claim.scope == "lease" and not claim.queued:
             self.store.insert(claim)
         # The token of the insert was calculated before the row existed. Another caller
         # may have held the key, with a larger token, in between. Draw it again.

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from django.db import transaction
 
 from dlocks.backends import table as rules
+from dlocks.backends.base import HANDOVER_LEASE
 from dlocks.backends.database.holders import Holders
 from dlocks.backends.database.session import RowLockedError, Session
 from dlocks.backends.database.store import Store
@@ -274,8 +276,13 @@ def _make_room(
 ) -> tuple[KeyState, bool | None]:
     """Let earlier waiters go first, and end a stale hold that the claim takes over.
 
-    Return whether a hold was ended, or None if the key is not free for the claim.
+    Return whether a hold was ended, or None if the key is not free for the claim. For a
+    queued claim, the key is reserved, which ends its place in the queue.
     """
+    if claim.queued:
+        brief = replace(claim, ttl=min(claim.ttl, HANDOVER_LEASE))
+        state, grant = rules.acquire(state, brief, at)
+        return state, None if grant is None else grant.takeover
     state = rules.admit(state, at) if claim.fair else rules.tidy(state, at)[0]
     if state.expires_in(at) > 0 or (claim.fair and state.live(at)):
         return state, None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import nullcontext
 
 import pytest
 from django.db import connection, transaction
@@ -11,9 +12,10 @@ from django.test.utils import CaptureQueriesContext
 
 from dlocks import db_lock, db_rwlock
 from dlocks.backends.database import PessimisticBackend
-from dlocks.models import ResourceLock
+from dlocks.models import LockClaim, ResourceLock
 from dlocks.values import Claim
 from tests import jobs
+from tests.for_each import for_each
 from tests.settings import ENGINE
 from tests.timing import in_time
 
@@ -305,3 +307,26 @@ def test_a_thread_that_hangs_while_queueing_blocks_no_other(threads, in_queue):
     for thread in hanging, waiting:
         thread.join(30)
         assert thread.results
+
+
+@SERVERS
+@for_each("scope", ["lease", "transaction"])
+def test_a_waiter_of_a_deleted_row_leaves_no_place_in_the_queue(
+    scope, in_queue, threads
+):
+    """A dead place would get the key after the waiter, for its first lease."""
+
+    def acquire():
+        with transaction.atomic() if scope == "transaction" else nullcontext():
+            return jobs.token_of(db_lock("stock:7", scope=scope, timeout=20))
+
+    jobs.token_of(db_lock("stock:7"))
+    with transaction.atomic():
+        # A locked row cannot count the claim that joins.
+        ResourceLock.objects.select_for_update().get(pk="stock:7")
+        waiter = threads(acquire)
+        in_queue(1)
+        ResourceLock.objects.filter(pk="stock:7").delete()
+    waiter.join(30)
+    assert waiter.results[0]
+    assert not LockClaim.objects.exists()
