@@ -100,7 +100,7 @@ def guarded(
                             if point is None:
                                 continue
                             committed = partial(
-                                _committed, hold, *_pin(hold, database, late=True)
+                                _committed, hold, *_pin_last(hold, connection, database)
                             )
                             point.at_commit.append(committed)
                     return
@@ -140,6 +140,24 @@ def _pin_first(
         hold.life.unpin(pin)
         raise
     return here
+
+
+def _pin_last(
+    hold: Holding, connection: BaseDatabaseWrapper, database: str
+) -> tuple[float, float]:
+    """Renew a hold's row before the commit of its transaction."""
+    try:
+        return _pin(hold, database, late=True)
+    except LockBackendError as error:
+        if not _is_conflict(error, connection):
+            raise
+        raise LockBackendError(
+            f"{hold.lock.key!r} cannot guard this transaction on database"
+            f" {database!r}, which conflicts with concurrent ones. Retry the"
+            " transaction from its start, or run it at READ COMMITTED"
+            " (OPTIONS['isolation_level'], or the server's"
+            f" default_transaction_isolation). ({error})"
+        ) from error
 
 
 def _pin(hold: Holding, database: str, *, late: bool) -> tuple[float, float]:

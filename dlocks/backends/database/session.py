@@ -37,7 +37,7 @@ from dlocks.backends.database.failures import (
     is_refused,
     not_installed,
 )
-from dlocks.backends.database.limits import writer_limits
+from dlocks.backends.database.limits import OwnIsolation, writer_limits
 from dlocks.exceptions import LockBackendError, LockError
 from dlocks.runtime.connected import connection_of
 from dlocks.runtime.pools import close_lost
@@ -47,11 +47,10 @@ from dlocks.sql.schemas import TABLES, find_tables, qualified, schema_of
 
 T = TypeVar("T")
 
-# Retries of a transaction that lost a race, and of one that the server has rolled back.
-# The nodes of a Galera cluster do that for as long as they write concurrently.
-RACES, CONFLICTS = 8, 40
-# The longest delay before a retry after a conflict, in seconds.
-CONFLICT_DELAY = 0.1
+# Retries after lost races, and the longest delay before one, in seconds. The nodes of a
+# Galera cluster, and sessions at SERIALIZABLE, lose races for as long as they write
+# concurrently.
+CONFLICTS, CONFLICT_DELAY = 40, 0.1
 # Maximum number of texts that are kept, and the longest of them, in characters.
 TEXTS, LONGEST_TEXT = 1000, 10_000
 
@@ -90,6 +89,7 @@ class Session:
         # The connection of psycopg that this thread used last, and its cursors that
         # prepare and are not in use, or None.
         self._local = threading.local()
+        self._isolation = OwnIsolation()
 
     def of_alias(self, database: str) -> Session:
         """Return the session of another alias of the same database."""
@@ -349,7 +349,8 @@ class Session:
 
         In a TestCase it is a savepoint of the test's transaction.
         """
-        around = nullcontext() if self.in_transaction else self._limited_idle()
+        inside = self.in_transaction
+        around = nullcontext() if inside else self._limited_idle()
         within: AbstractContextManager[object] = nullcontext()
         if self.connection.vendor == "postgresql":
             within = self.connection.execute_wrapper(self._qualify)
@@ -357,6 +358,7 @@ class Session:
         try:
             with around, transaction.atomic(using=self.database), within:
                 try:
+                    self._isolation.lower(self.connection, inside)
                     yield
                 except BaseException as error:
                     raised = error
@@ -484,14 +486,12 @@ class Session:
 
     def _again(self, error: Error, tries: int) -> bool:
         """Wait, and return whether to retry after this number of ``tries``."""
-        engine = self.engine
-        if (code := engine.code_of(error)) not in engine.lost_race:
+        if (
+            tries >= CONFLICTS
+            or self.engine.code_of(error) not in self.engine.lost_race
+        ):
             return False
-        delay, most = 0.004 * 2**tries, RACES
-        if code in engine.rolled_back:
-            delay, most = min(delay, CONFLICT_DELAY), CONFLICTS
-        if tries >= most:
-            return False
+        delay = min(0.004 * 2**tries, CONFLICT_DELAY)
         time.sleep(random.uniform(0, delay))  # noqa: S311 (jitter)
         return True
 
