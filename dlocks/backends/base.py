@@ -29,6 +29,7 @@ from django.utils.translation import gettext_lazy
 
 from dlocks.backends.notifiers import Notifier
 from dlocks.exceptions import LockBackendError
+from dlocks.runtime.clock import FOREVER
 from dlocks.runtime.connected import connection_of
 from dlocks.transactions import how_to_autocommit
 from dlocks.values import (
@@ -351,11 +352,14 @@ class Backend:
     # Operations on several keys in one step, where that is possible. A negative result
     # means that nothing was done. The caller then handles each key by itself.
 
-    def acquire_all(self, claims: Sequence[Claim]) -> Sequence[Grant] | None:
+    def acquire_all(
+        self, claims: Sequence[Claim], *, until: float = FOREVER
+    ) -> Sequence[Grant] | None:
         """Grant all of the claims in one step, or return None; never wait.
 
         None means that no claim was granted. The claims differ only in key and owner,
-        and are sorted by key.
+        and are sorted by key. Preparations that take long, as for many new keys, end
+        at ``until``, a time of ``dlocks.runtime.clock.now()``.
         """
         return None
 

@@ -15,8 +15,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from dlocks.backends.base import HANDOVER_LEASE
 from dlocks.conf import backends
-from dlocks.core import callers
+from dlocks.core import callers, explain
 from dlocks.core.attempt import DONE, Attempt, Wakeup, ask_for
 from dlocks.core.callers import Acquired, Block, Caller, FrameId
 from dlocks.core.hold import Hold, MultiHold
@@ -24,6 +25,7 @@ from dlocks.core.holding import Holding
 from dlocks.core.losses import LossOfMember
 from dlocks.core.policy import FROM_SETTINGS, FromSettings, LockPolicy
 from dlocks.runtime import clock
+from dlocks.runtime.clock import FOREVER
 from dlocks.runtime.keeper import keeper
 
 # A request to make, or seconds to wait, or None to wait until the caller is woken.
@@ -134,6 +136,7 @@ class Acquisition:
             self._has_begun = True
         for attempt in self.attempts:
             if not attempt.is_granted:
+                self._refuse_late(attempt)
                 pause = attempt.step()
                 if pause is not DONE:
                     return pause
@@ -153,9 +156,24 @@ class Acquisition:
             return
         claims = [attempt.ensure_claim() for attempt in rest]
         sent = clock.now()
-        grants = ask_for(rest, self.backend.acquire_all, claims) or ()
-        for attempt, grant in zip(rest, grants, strict=False):
+        # A try without a wait takes as long as its requests.
+        until = rest[0].deadline if self.timeout else FOREVER
+        acquire = partial(self.backend.acquire_all, until=until)
+        for attempt, grant in zip(
+            rest, ask_for(rest, acquire, claims) or (), strict=False
+        ):
             attempt.accept(grant, sent)
+
+    def _refuse_late(self, attempt: Attempt) -> None:
+        """Raise LockTimeout if the requests for other keys took all of the time.
+
+        A key that was granted at the last moment of a wait leaves some for the others.
+        """
+        if not self.timeout or len(self.attempts) == 1 or attempt.paused:
+            return
+        more = HANDOVER_LEASE if any(one.paused for one in self.attempts) else 0.0
+        if clock.now() > attempt.deadline + more:
+            raise explain.timeout_error(attempt)
 
     def _finish(self) -> None:
         """Make the hold of the caller, and note what leaves it."""

@@ -62,6 +62,8 @@ def timeout_error(attempt: Any) -> LockTimeout:
         error.members = members
         return error
     when = f"within {shown(timeout)} s" if timeout else "without waiting"
+    if timeout and not attempt.paused:
+        who = who or "the requests for the other keys took all of this time"
     who = who or "held by an open transaction, or just released"
     return LockTimeout(f"{lock.key!r} could not be acquired {when}: {who}", **facts)
 

@@ -53,9 +53,9 @@ class Slow:
         pause()
         return grant
 
-    def acquire_all(self, claims):
+    def acquire_all(self, claims, **options):
         pause()
-        grants = super().acquire_all(claims)
+        grants = super().acquire_all(claims, **options)
         pause()
         return grants
 

@@ -142,8 +142,8 @@ class Slow:
     def acquire(self, claim):
         return self._arrive(super().acquire(claim))
 
-    def acquire_all(self, claims):
-        return self._arrive(super().acquire_all(claims))
+    def acquire_all(self, claims, **options):
+        return self._arrive(super().acquire_all(claims, **options))
 
 
 class SlowDatabase(Slow, import_string("dlocks.backends.database.PessimisticBackend")):

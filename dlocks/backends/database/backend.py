@@ -39,6 +39,7 @@ from dlocks.backends.database.store import Store
 from dlocks.backends.database.transactions import TransactionLocks
 from dlocks.backends.notifiers import Notifier, RecentKeys
 from dlocks.exceptions import LockBackendError, LockStale
+from dlocks.runtime.clock import FOREVER
 from dlocks.runtime.pools import is_pooled
 from dlocks.sql.clock import ticks
 from dlocks.sql.engines import refuse_lost
@@ -228,8 +229,10 @@ class DatabaseBackend(Backend):
         found = self.store.peek(key)
         return found is not None and found.state.is_held and found.is_free
 
-    def acquire_all(self, claims: Sequence[Claim]) -> Sequence[Grant] | None:
-        return self.several.acquire(claims)
+    def acquire_all(
+        self, claims: Sequence[Claim], *, until: float = FOREVER
+    ) -> Sequence[Grant] | None:
+        return self.several.acquire(claims, until)
 
     def exchange(self, claim: Claim, successor: Claim) -> Grant | None:
         return self.holders.exchange(claim, successor)

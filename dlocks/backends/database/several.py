@@ -52,7 +52,7 @@ class Several:
         self.store = store
         self.holders = holders
 
-    def acquire(self, claims: Sequence[Claim]) -> Sequence[Grant] | None:
+    def acquire(self, claims: Sequence[Claim], until: float) -> Sequence[Grant] | None:
         if not self._are_leases(claims):
             return None
 
@@ -83,7 +83,7 @@ class Several:
                 )
             return [Grant(token)] * len(claims)
 
-        return self._step(claims, work)
+        return self._step(claims, work, until=until)
 
     def release(self, claims: Sequence[Claim], *, failed: bool) -> bool:
         if not self._are_leases(claims):
@@ -117,11 +117,10 @@ class Several:
         self,
         claims: Sequence[Claim],
         work: Callable[[Sequence[Key]], T],
-        *,
-        flush: bool = True,
+        **options: Any,
     ) -> T | None:
         try:
-            return self.store.step_all([one.key for one in claims], work, flush=flush)
+            return self.store.step_all([one.key for one in claims], work, **options)
         except (RowLockedError, LockStale):
             return None
 

@@ -250,16 +250,24 @@ class Store:
         work: Callable[[Sequence[Key]], T],
         *,
         flush: bool = True,
+        until: float = clock.FOREVER,
     ) -> T:
         """Call ``work`` with several keys, given in order, that one step has locked."""
 
         def locked(_: bool) -> T:
             found: list[Key] = []
+            absent: set[str] = set()
             for start in range(0, len(keys), BATCH):
-                found += self._lock(keys[start : start + BATCH], ROW_WAIT, flush)
+                try:
+                    found += self._lock(keys[start : start + BATCH], ROW_WAIT, flush)
+                except AbsentError as error:
+                    # The absent rows of all batches are created together.
+                    absent |= error.args[0]
+            if absent:
+                raise AbsentError(absent)
             return work(found)
 
-        return self._transaction(locked, ROW_WAIT, flush=flush)
+        return self._transaction(locked, ROW_WAIT, flush=flush, until=until)
 
     def _transaction(
         self,
@@ -269,6 +277,7 @@ class Store:
         draws: bool = True,
         in_turn: bool = False,
         flush: bool = True,
+        until: float = clock.FOREVER,
     ) -> T:
         """Call ``work`` in a transaction of its own, again after lost races."""
         engine = self.session.engine
@@ -286,7 +295,7 @@ class Store:
                 keys = sorted(error.args[0])
                 if time.monotonic() > began + ABSENT_FOR:
                     raise unreadable(keys[0], self.session.database) from error
-                if not self.create(keys) and time.monotonic() > began + wait:
+                if not self.create(keys, until) and time.monotonic() > began + wait:
                     raise RowLockedError from error
             except ChangedError:
                 pass
@@ -455,8 +464,7 @@ class Store:
     def delete(self, table: str, primary: str, values: Sequence[Any]) -> int:
         """Delete rows within a step, and return their number.
 
-        No signal of Django's models is sent. A receiver for all models may acquire a
-        lock itself.
+        No signal is sent, because a receiver for all models may acquire a lock.
         """
         mine, parameters = self.session.one_of(primary, values, "row")
         sql = self.session.sql(f"DELETE FROM {table} WHERE {mine}")
@@ -534,33 +542,32 @@ class Store:
         elif changes:
             self.locks.filter(pk=row.pk).update(**changes)
 
-    def create(self, keys: Sequence[str]) -> bool:
+    def create(self, keys: Sequence[str], until: float = clock.FOREVER) -> bool:
         """Create rows as free, in statements that are committed by themselves.
 
         An uncommitted insert would make all other callers wait. Return False if that of
-        another transaction was in the way.
+        another transaction was in the way, or if ``until`` has passed.
         """
-        create = partial(self._create, keys)
+        create = partial(self._create, keys, until)
         if self.session.in_transaction and not self.is_alone:
             return bool(self.run_outside(create))
         return create()
 
-    def _create(self, keys: Sequence[str]) -> bool:
-        session, tried, created = self.session, 0, 0
+    def _create(self, keys: Sequence[str], until: float) -> bool:
+        session, created = self.session, 0
         many = session.engine.create_many and len(keys) > 1
-        if many and not session.in_transaction:
-            for start in range(0, len(keys), BATCH):
-                tried += 1
-                with suppress(RowLockedError):
-                    some = {"keys": keys[start : start + BATCH]}
-                    session.ask(session.engine.create_many, some)
-                    created += 1
-            return created == tried
-        for key in keys:
-            nothing = Claim(key=key, ttl=0.0, owner="")
+        size = BATCH if many and not session.in_transaction else 1
+        for start in range(0, len(keys), size):
+            if clock.now() > until:
+                return False
+            some = keys[start : start + size]
+            nothing = Claim(key=some[0], ttl=0.0, owner="")
             with suppress(RowLockedError):
-                self.insert(nothing, status="S", count=0)
-                created += 1
+                if size > 1:
+                    session.ask(session.engine.create_many, {"keys": some})
+                else:
+                    self.insert(nothing, status="S", count=0)
+                created += len(some)
         return created == len(keys)
 
     def insert(self, claim: Claim, *, status: str = "P", count: int = 1) -> None:

@@ -71,6 +71,63 @@ def test_several_keys_are_one_lock_in_the_order_of_their_bytes():
         pytest.fail("the block was entered")
 
 
+# Many keys.
+
+
+@pytest.fixture
+def sent():
+    """Return a function that returns the number of statements of a call."""
+
+    def count(work):
+        texts = []
+
+        def note(execute, sql, *arguments):
+            texts.append(sql)
+            return execute(sql, *arguments)
+
+        with connection.execute_wrapper(note):
+            result = work()
+        return len(texts), result
+
+    return count
+
+
+@pytest.mark.engine("postgresql", "mariadb", "sqlite")
+@IN_ONE
+def test_the_statements_for_many_keys_grow_with_their_number(using, sent):
+    """Four times as many keys need four times as many statements, new or not."""
+    sizes = {}
+    for number in (500, 2_000):
+        lock = db_lock(*(f"{number}:{one}" for one in range(number)), using=using)
+        sizes[number] = counts = []
+        for _ in ("new", "there"):
+            acquiring, hold = sent(lock.acquire)
+            counts += [acquiring, sent(hold.renew)[0], sent(hold.release)[0]]
+    pairs = list(zip(sizes[500], sizes[2_000], strict=True))
+    assert all(many <= 4 * few for few, many in pairs), pairs
+
+
+@pytest.mark.engine("postgresql", "mariadb", "sqlite")
+@FAMILY
+def test_the_timeout_counts_while_rows_of_new_keys_are_created(using):
+    """No further row is created when the time is over, and no key is held."""
+    inserted = []
+
+    def create_late(execute, sql, *arguments):
+        if sql.startswith("INSERT") or " INSERT INTO " in sql:
+            inserted.append(sql)
+            time.sleep(0.4)
+        return execute(sql, *arguments)
+
+    lock = db_lock(*(f"stock:{one}" for one in range(1_200)), using=using, timeout=0.3)
+    says = "within 0.3 s: the requests for the other keys took all of this time"
+    with connection.execute_wrapper(create_late):
+        with pytest.raises(LockTimeout, match=says):
+            lock.acquire()
+    assert len(inserted) <= 1
+    assert set(states().values()) <= {"free"}
+
+
 # All or nothing.
 
 
