@@ -18,10 +18,12 @@ from io import StringIO
 from pathlib import Path
 
 from asgiref.sync import ThreadSensitiveContext, sync_to_async
+from django.conf import settings
 from django.contrib.auth.models import Group, Permission
 from django.contrib.contenttypes.models import ContentType
 from django.core.management import CommandError, call_command
 from django.db import OperationalError, connection, connections, transaction
+from django.db.models import F
 
 from dlocks import (
     LockBackendError,
@@ -160,6 +162,11 @@ def acquire(pipe, *keys, **policy):
         return type(error).__name__
     _kept.append(held)
     return held.token if len(keys) == 1 else held.tokens
+
+
+def change_password(pipe, password):
+    """Change the password in DATABASES, as a project does when it is rotated."""
+    settings.DATABASES["default"]["PASSWORD"] = password
 
 
 def forget(pipe):
@@ -1144,6 +1151,24 @@ def rights(pipe, name):
         return calls[name]()
     except LockBackendError as error:
         return f"LockBackendError: {error}"
+
+
+def write_after_reads(pipe, key):
+    """Write in a transaction, also after each read of a key that fails.
+
+    Return the errors.
+    """
+    lock, errors = db_lock(key), []
+    show = partial(call_command, "list_locks", stdout=StringIO())
+    with transaction.atomic():
+        Counter.objects.update(value=F("value") + 1)
+        for read in (lock.holder, lock.holders, lock.waiters, lock.locked, show):
+            try:
+                read()
+            except (LockBackendError, CommandError) as error:
+                errors.append(str(error))
+            Counter.objects.update(value=F("value") + 1)
+    return errors
 
 
 def lease_in_a_transaction(pipe, key):

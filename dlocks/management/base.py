@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
@@ -12,7 +14,7 @@ from django.core.management.base import (
     CommandParser,
     no_translations,
 )
-from django.db import connections
+from django.db import connections, transaction
 from django.db.utils import Error
 
 from dlocks.backends.base import Backend
@@ -73,10 +75,12 @@ class LockCommand(BaseCommand):
     @no_translations
     def handle(self, *args: Any, **options: Any) -> None:
         backend = self._backend(options["using"])
+        undo = _savepoint_in(backend.database)
         try:
             _commit_each_statement(backend.database)
             self.work(backend, **options)
         except (LockBackendError, Error) as error:
+            undo()
             if is_unmigrated(error):
                 cause = (
                     error.__cause__ if isinstance(error, LockBackendError) else error
@@ -107,6 +111,17 @@ class LockCommand(BaseCommand):
                 f" command. {why}"
             )
         return backend
+
+
+def _savepoint_in(database: str) -> Callable[[], object]:
+    """Set a savepoint in a caller's transaction, which no error must abort.
+
+    Return the function that undoes what was done since.
+    """
+    if not database or not connections[database].in_atomic_block:
+        return lambda: None
+    here = transaction.savepoint(using=database)
+    return partial(transaction.savepoint_rollback, here, using=database)
 
 
 def _commit_each_statement(database: str) -> None:

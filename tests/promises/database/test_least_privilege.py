@@ -11,6 +11,7 @@ from django.db import connection
 from dlocks import LockBackendError, db_lock
 from dlocks.models import HoldRecord, ResourceLock
 from tests import jobs, pages, rows
+from tests.models import Counter
 from tests.timing import in_time
 
 pytestmark = [
@@ -60,6 +61,7 @@ def process(doomed):
                     if (table, right) != less:
                         cursor.execute(f"GRANT {right} ON {table} TO {name}")
         workers.append(doomed(DLOCKS_TEST_USER=name))
+        workers[-1].role = name
         return workers[-1]
 
     yield get
@@ -142,6 +144,18 @@ def test_the_rights_of_operators_are_sufficient(process):
     assert worker.call(jobs.rights, "look") == 1
     assert worker.call(jobs.rights, "clear") == "held"
     assert worker.call(jobs.rights, "end_share") == 1001
+
+
+def test_a_read_without_the_right_aborts_no_transaction(process):
+    """The caller writes and commits after it."""
+    Counter.objects.create(name="stock")
+    worker = process(APPLICATION, less=("dlocks_lockclaim", "SELECT"))
+    with connection.cursor() as cursor:
+        cursor.execute(f"GRANT SELECT, UPDATE ON tests_counter TO {worker.role}")
+    errors = worker.call(jobs.write_after_reads, "stock:7")
+    assert len(errors) == 5
+    assert all("permission denied" in error for error in errors), errors
+    assert Counter.objects.get().value == 6
 
 
 def error_of_a_try(pipe, key):

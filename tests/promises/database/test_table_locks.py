@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 import time
 
@@ -10,7 +11,8 @@ import pytest
 from django.db import connection, transaction
 
 from dlocks import LockBackendError, db_lock, db_rwlock
-from tests.models import Place
+from tests import jobs
+from tests.models import Counter, Place
 from tests.timing import in_time
 
 pytestmark = [
@@ -121,6 +123,20 @@ def test_a_locked_table_is_an_error_at_the_limit_of_the_project(limit_waits):
                 in_time(time.monotonic() - began, AT_MOST)
             Place.objects.create(name=f"{using} {key} after")
     assert Place.objects.count() == 2 * 4
+
+
+@pytest.mark.engine("postgresql")
+def test_a_read_of_a_locked_table_aborts_no_transaction(doomed):
+    """The caller writes and commits after it."""
+    Counter.objects.create(name="stock")
+    worker = doomed(
+        DLOCKS_TEST_OPTIONS=json.dumps({"options": "-c lock_timeout=200ms"})
+    )
+    with table_locked(LOCK_TABLE):
+        errors = worker.call(jobs.write_after_reads, "stock:7")
+    assert len(errors) == 5
+    assert all("lock timeout" in error for error in errors), errors
+    assert Counter.objects.get().value == 6
 
 
 def test_a_caller_waits_for_the_end_of_a_table_lock(threads):
