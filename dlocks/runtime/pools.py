@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections import ChainMap
 from contextlib import suppress
 from typing import Any
 
@@ -87,11 +88,17 @@ def leave_pools() -> None:
 
 
 def _new_private(alias: str) -> BaseDatabaseWrapper:
-    # With the settings as they are now. A test may have changed them.
-    wrapper = unpooled(connections.create_connection(alias))
-    wrapper.settings_dict["AUTOCOMMIT"] = True
-    if wrapper.vendor in LIMIT_LOCK_WAIT:
-        wrapper.settings_dict["OPTIONS"].setdefault("connect_timeout", CONNECT_TIMEOUT)
+    usual = connections.create_connection(alias)
+    own = unpooled(usual)
+    options = own.settings_dict["OPTIONS"]
+    if own.vendor in LIMIT_LOCK_WAIT:
+        options.setdefault("connect_timeout", CONNECT_TIMEOUT)
+    # Like the connections of Django, it reads address and password from DATABASES each
+    # time it connects. A password may have been changed since.
+    settings: Any = ChainMap(
+        {"AUTOCOMMIT": True, "OPTIONS": options}, usual.settings_dict
+    )
+    wrapper = type(own)(settings, alias)
     _private.add(wrapper)
     return wrapper
 

@@ -9,7 +9,9 @@ import pytest
 from django.db import connection
 
 from dlocks import db_lock
+from dlocks.models import ResourceLock
 from tests import jobs
+from tests.for_each import for_each
 from tests.models import Counter
 from tests.site import Site
 from tests.volume import volume
@@ -138,6 +140,48 @@ def test_a_holder_releases_while_the_pool_is_exhausted(pooled):
 def test_a_key_is_released_at_exit_without_a_pooled_connection(pooled, is_busy):
     pooled(1).call(jobs.hold_at_exit, "stock:7")
     assert not is_busy("stock:7")
+
+
+@pytest.mark.engine("postgresql")
+@pytest.mark.psycopg3
+@for_each("pool", [True, False])
+def test_a_lease_is_renewed_with_a_new_password(pool, doomed, until):
+    """The server has ended all sessions, and refuses the old password.
+
+    The settings of the process have the new one.
+    """
+    options = {"pool": True} if pool else {}
+    lease = {"BACKEND": "dlocks.backends.database.PessimisticBackend"}
+    lease["OPTIONS"] = {"ttl": 1.2}
+
+    def renewed():
+        """Wait for the next renewal."""
+        end = ResourceLock.objects.get().end_time
+        until(lambda: ResourceLock.objects.get().end_time > end, 30)
+
+    with connection.cursor() as cursor:
+        cursor.execute("CREATE ROLE dlocks_rotated LOGIN SUPERUSER PASSWORD 'old'")
+        try:
+            process = doomed(
+                DLOCKS_TEST_USER="dlocks_rotated",
+                DLOCKS_TEST_PASSWORD="old",
+                DLOCKS_TEST_OPTIONS=json.dumps(options),
+                DLOCKS_TEST_ALIASES=json.dumps({"short": lease}),
+            )
+            process.call(jobs.acquire, "stock:7", using="short")
+            renewed()
+            cursor.execute("ALTER ROLE dlocks_rotated PASSWORD 'new'")
+            process.call(jobs.change_password, "new")
+            cursor.execute(
+                "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity WHERE"
+                " usename = 'dlocks_rotated'"
+            )
+            assert cursor.fetchall()
+            renewed()
+            renewed()
+            process.kill()
+        finally:
+            cursor.execute("DROP ROLE dlocks_rotated")
 
 
 GUNICORN = (
