@@ -136,7 +136,8 @@ class Acquisition:
             self._has_begun = True
         for attempt in self.attempts:
             if not attempt.is_granted:
-                self._refuse_late(attempt)
+                if len(self.attempts) > 1:
+                    self._refuse_late(attempt)
                 pause = attempt.step()
                 if pause is not DONE:
                     return pause
@@ -169,11 +170,13 @@ class Acquisition:
 
         A key that was granted at the last moment of a wait leaves some for the others.
         """
-        if not self.timeout or len(self.attempts) == 1 or attempt.paused:
+        if not self.timeout or attempt.paused:
             return
         more = HANDOVER_LEASE if any(one.paused for one in self.attempts) else 0.0
         if clock.now() > attempt.deadline + more:
-            raise explain.timeout_error(attempt)
+            raise explain.timeout_error(
+                attempt, "the requests for the other keys took all of this time"
+            )
 
     def _finish(self) -> None:
         """Make the hold of the caller, and note what leaves it."""

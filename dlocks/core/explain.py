@@ -41,8 +41,13 @@ EXITED = "its process released all of its locks because it was about to end"
 # A key that could not be acquired.
 
 
-def timeout_error(attempt: Any) -> LockTimeout:
-    """Return the error of an attempt that took too long, with what keeps the key."""
+def timeout_error(
+    attempt: Any, otherwise: str = "held by an open transaction, or just released"
+) -> LockTimeout:
+    """Return the error of an attempt that took too long, with what keeps the key.
+
+    ``otherwise`` is the reason if the key has no holder.
+    """
     lock, timeout, holder, who = attempt.lock, attempt.timeout, None, ""
     with suppress(LockBackendError):
         holder, who = callers.read_outside(
@@ -62,10 +67,8 @@ def timeout_error(attempt: Any) -> LockTimeout:
         error.members = members
         return error
     when = f"within {shown(timeout)} s" if timeout else "without waiting"
-    if timeout and not attempt.paused:
-        who = who or "the requests for the other keys took all of this time"
-    who = who or "held by an open transaction, or just released"
-    return LockTimeout(f"{lock.key!r} could not be acquired {when}: {who}", **facts)
+    why = who or otherwise
+    return LockTimeout(f"{lock.key!r} could not be acquired {when}: {why}", **facts)
 
 
 def _current_holder(attempt: Any) -> tuple[Holder | None, str]:

@@ -22,6 +22,8 @@ __all__ = ["without_terminal"]
 pytestmark = [pytest.mark.front, pytest.mark.django_db]
 
 
+# In a transaction, each command begins with a savepoint.
+@pytest.mark.django_db(transaction=True)
 @pytest.mark.driver
 def test_many_locks_and_long_queues_are_read_in_pages(
     monkeypatch, django_assert_max_num_queries
