@@ -93,8 +93,8 @@ def db_lock(key: Any, *more: str, using: str = DEFAULT_ALIAS, **options: Any) ->
         How long the key stays taken after this acquisition, even if the work ends
         sooner. If one caller acquires it several times, the longest rest counts.
     ``reentrant``
-        Whether the same thread or task may enter again. Otherwise that raises
-        RuntimeError at once.
+        Whether the same thread or task may enter again. Otherwise the key is busy for
+        it too, and LockTimeout is raised at once, since the wait would not end.
     ``renew``
         Whether the lease is renewed in the background while it is held.
     ``scope``

@@ -109,7 +109,7 @@ class LockDecorator(Generic[B]):
             raise no_attribute(self, name, hint)
 
     def lock(self, key: str) -> Lock:
-        """Return the lock of one call, or raise LockTimeout if it is busy anyway."""
+        """Return the lock of one call."""
         return Lock(key=key, **self.policy)
 
     async def alock(self, key: str) -> Lock:

@@ -27,7 +27,7 @@ class LockError(Exception):
 
 
 class LockTimeout(LockError, TimeoutError):
-    """The key was still held by another caller when ``timeout`` had passed."""
+    """The key was still held when ``timeout`` had passed."""
 
     def __init__(
         self, message: str, *, key: str, timeout: float | None, holder: Holder | None

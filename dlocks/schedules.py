@@ -41,15 +41,12 @@ class _OneRun(LockDecorator[None]):
     Its lease lasts for ``min_hold`` even if the holder dies.
     """
 
-    def lock(self, key: str) -> Lock:
-        return _refuse_nested(self._lock(key))
-
     async def alock(self, key: str) -> Lock:
         # The caller's transaction, if any, belongs to the thread of
         # ``sync_to_async()``.
-        return _refuse_nested(await run_in_sync_thread(partial(self._lock, key)))
+        return await run_in_sync_thread(partial(self.lock, key))
 
-    def _lock(self, key: str) -> Lock:
+    def lock(self, key: str) -> Lock:
         backend = backends[self.policy["using"]]
         policy = {**self.policy, "ttl": max(self.policy["min_hold"], backend.ttl)}
         if backend.in_transaction() and (
@@ -61,18 +58,6 @@ class _OneRun(LockDecorator[None]):
             # a transaction. SQLite refuses a lease there.
             policy["scope"] = "lease"
         return Lock(key=key, **policy)
-
-
-def _refuse_nested(lock: Lock) -> Lock:
-    """Raise LockTimeout if this caller already holds the key of a job."""
-    if lock.held():
-        raise LockTimeout(
-            f"{lock.key!r} is already held by this caller.",
-            key=lock.key,
-            timeout=0.0,
-            holder=None,
-        )
-    return lock
 
 
 def run_once(

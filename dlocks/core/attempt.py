@@ -107,7 +107,7 @@ class Attempt:
         caller = self.caller
         if self.place in callers.places_of(caller):
             # Usually it is not there, and this is the only cost.
-            hold = own_hold(caller, self.place, self.lock)
+            hold = own_hold(self)
             if hold is not None and self._enter(hold):
                 return
         self.claim = claim_for(caller, self.place, self.lock, self.backend)

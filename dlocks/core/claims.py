@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from dlocks.backends.base import Backend
-from dlocks.core import callers
+from dlocks.core import callers, explain
 from dlocks.core.callers import Caller, Place
 from dlocks.core.holder import holder_name, noted, own_ip
 from dlocks.core.holding import Holding
@@ -29,11 +29,13 @@ def hold_at(caller: Caller, place: Place) -> Holding | None:
     return (reentrant or found)[-1] if found else None
 
 
-def own_hold(caller: Caller, place: Place, lock: LockPolicy) -> Holding | None:
-    """Return the hold of a caller to enter, or None if it has to make a claim.
+def own_hold(attempt: Any) -> Holding | None:
+    """Return the hold of an attempt's caller to enter, or None if it has to claim.
 
-    Raise RuntimeError if the caller has a hold that it cannot enter.
+    Raise LockTimeout if the hold is not reentrant, and RuntimeError if it cannot be
+    entered for another reason.
     """
+    caller, place, lock = attempt.caller, attempt.place, attempt.lock
     hold = hold_at(caller, place)
     if hold is None:
         _refuse_lost(caller, place, lock)
@@ -42,10 +44,7 @@ def own_hold(caller: Caller, place: Place, lock: LockPolicy) -> Holding | None:
     if hold.count and not reentrant:
         if lock.shared or _lose_if_expired(hold):
             return None
-        raise RuntimeError(
-            f"{lock.key!r} is already held by this {_kind(caller)}, which cannot"
-            " acquire it again because of reentrant=False."
-        )
+        raise explain.reentry_error(attempt)
     if hold.scope == "transaction" and lock.scope == "lease":
         raise RuntimeError(
             f"{lock.key!r} is already held by the transaction of this thread. A lease"
@@ -166,7 +165,3 @@ def _lose_if_expired(hold: Holding) -> bool:
         return False
     hold.expire()
     return True
-
-
-def _kind(caller: Caller) -> str:
-    return "task" if hasattr(caller, "get_loop") else "thread"

@@ -48,13 +48,8 @@ def timeout_error(
 
     ``otherwise`` is the reason if the key has no holder.
     """
-    lock, timeout, holder, who = attempt.lock, attempt.timeout, None, ""
-    with suppress(LockBackendError):
-        holder, who = callers.read_outside(
-            partial(_current_holder, attempt), attempt.backend, OUTSIDE_TIMEOUT
-        )
-    send_timed_out(lock, holder, clock.now() - attempt.began)
-    facts: Any = {"key": lock.key, "timeout": timeout, "holder": holder}
+    lock, timeout = attempt.lock, attempt.timeout
+    facts, who = _facts_of_timeout(attempt)
     if attempt.waiter is not None and attempt.waiter.deadlock:
         members = tuple(described(attempt.waiter.deadlock, _prefix(attempt)))
         keys = sorted({member.waits_for for member in members})
@@ -69,6 +64,32 @@ def timeout_error(
     when = f"within {shown(timeout)} s" if timeout else "without waiting"
     why = who or otherwise
     return LockTimeout(f"{lock.key!r} could not be acquired {when}: {why}", **facts)
+
+
+def reentry_error(attempt: Any) -> LockTimeout:
+    """Return the error of a caller that holds the key, if it is not reentrant."""
+    facts, _ = _facts_of_timeout(attempt)
+    caller = "task" if hasattr(attempt.caller, "get_loop") else "thread"
+    return LockTimeout(
+        f"{attempt.lock.key!r} could not be acquired: this {caller} holds it already,"
+        " and cannot acquire it again because of reentrant=False",
+        **facts,
+    )
+
+
+def _facts_of_timeout(attempt: Any) -> tuple[dict[str, Any], str]:
+    """Return the arguments of the error, and a phrase that names all holders.
+
+    This sends the signal.
+    """
+    holder, who = None, ""
+    with suppress(LockBackendError):
+        holder, who = callers.read_outside(
+            partial(_current_holder, attempt), attempt.backend, OUTSIDE_TIMEOUT
+        )
+    send_timed_out(attempt.lock, holder, clock.now() - attempt.began)
+    facts = {"key": attempt.lock.key, "timeout": attempt.timeout, "holder": holder}
+    return facts, who
 
 
 def _current_holder(attempt: Any) -> tuple[Holder | None, str]:

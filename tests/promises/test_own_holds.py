@@ -10,7 +10,7 @@ import weakref
 
 import pytest
 
-from dlocks import LockLost, db_lock, db_rwlock, db_semaphore
+from dlocks import LockLost, LockTimeout, db_lock, db_rwlock, db_semaphore
 from dlocks.testing import lose
 from tests.for_each import for_each
 from tests.sync_and_async import sync_and_async
@@ -92,12 +92,12 @@ async def test_a_lost_hold_that_nobody_left_forbids_no_further_one(do, case):
     """A job ended without ``release()``, and its hold was lost meanwhile.
 
     With ``reentrant=False`` the next ``acquire()`` of the same thread or task
-    succeeds. While the hold is held, it is refused.
+    succeeds. While the hold is held, its key is busy.
     """
     name, using = case
     lock = LOCKS[name](using)
     lost = await do.ask(lock, "acquire")
-    with pytest.raises(RuntimeError, match="reentrant=False"):
+    with pytest.raises(LockTimeout, match="reentrant=False"):
         await do.ask(lock, "acquire")
     for key in lost.keys:
         await do.sync(lose, key, using=using)
@@ -105,7 +105,7 @@ async def test_a_lost_hold_that_nobody_left_forbids_no_further_one(do, case):
     async with do.block(lock) as hold:
         assert hold.held
         assert lock.held()
-        with pytest.raises(RuntimeError, match="reentrant=False"):
+        with pytest.raises(LockTimeout, match="reentrant=False"):
             await do.ask(lock, "acquire")
         with pytest.raises(LockLost):
             await do.ask(lost, "release")

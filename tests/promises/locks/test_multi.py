@@ -285,7 +285,7 @@ def test_a_second_release_does_not_end_an_outer_hold(stops):
         hold.release()
         hold.release()
         assert (outer.held, outer.count) == (True, 1)
-        with pytest.raises(RuntimeError, match="reentrant=False"):
+        with pytest.raises(LockTimeout, match="reentrant=False"):
             db_lock("a", "b", reentrant=False).acquire()
         assert outer.count == 1
         assert not is_taken("a")

@@ -127,13 +127,31 @@ async def test_a_reentrant_hold_is_released_by_the_last_exit(do, using, is_busy)
             assert hold.count == 2
         assert hold.count == 1
         assert await do.sync(is_busy, "stock:7", using)
-        with pytest.raises(RuntimeError, match="reentrant=False"):
-            await do.ask(db_lock("stock:7", using=using, reentrant=False), "acquire")
+        only = db_lock("stock:7", using=using, reentrant=False, timeout=None)
+        with pytest.raises(LockTimeout, match=r"holds it already, .*reentrant=False"):
+            await do.ask(only, "acquire")
     assert not await do.sync(is_busy, "stock:7", using)
-    async with do.block(db_lock("stock:7", using=using, reentrant=False)) as hold:
-        with pytest.raises(RuntimeError, match="reentrant=False"):
-            await do.ask(lock, "acquire")
-        assert hold.count == 1
+
+
+@HERE
+@EVERY
+@sync_and_async
+async def test_a_lock_that_is_not_reentrant_is_busy_for_its_holder(do, using, is_busy):
+    """It is so at once, whatever its timeout. The wait would not end."""
+    lock = db_lock("stock:7", using=using)
+    only = db_lock("stock:7", using=using, reentrant=False, timeout=None)
+    async with do.block(only) as hold:
+        for again in (only, lock):
+            with pytest.raises(LockTimeout, match=r"holds it already, .*reentrant=Fal"):
+                await do.ask(again, "acquire")
+            assert await do.ask(again, "try_acquire") is None
+        with pytest.raises(LockTimeout) as caught:
+            await do.ask(only, "acquire")
+        assert caught.value.holder.token == hold.token or using == "session"
+        assert (caught.value.key, hold.count) == ("stock:7", 1)
+    assert not await do.sync(is_busy, "stock:7", using)
+    async with do.block(only) as hold:
+        assert hold.held
 
 
 @LEASED
