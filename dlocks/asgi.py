@@ -11,7 +11,8 @@ from typing import Any
 from dlocks.core.callers import holds_any
 from dlocks.runtime import clock
 from dlocks.runtime.coroutines import acquiring
-from dlocks.runtime.keeper import keeper
+from dlocks.runtime.keeper import keeper, shutdown
+from dlocks.runtime.waits import waits
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -30,8 +31,9 @@ def release_at_shutdown(application: Application) -> Application:
     A server may end its process by the same signal that stopped the server. It then
     neither waits for requests that are still running nor runs exit handlers. The
     lifespan's shutdown comes before that. Tasks that hold a lock or wait for one are
-    cancelled, elections are stopped, and the process's remaining holds are released. If
-    a thread is still in the block of one, that block ends with LockLost.
+    cancelled. Then ``shutdown()`` is called: threads that wait for a lock end with
+    LockShutDown, elections are stopped, and the process's remaining holds are released.
+    If a thread is still in the block of one, that block ends with LockLost.
     The next holder acquires such a key at once instead of after its ttl.
     """
 
@@ -40,6 +42,8 @@ def release_at_shutdown(application: Application) -> Application:
             await application(scope, receive, send)
             return
         await receive()
+        # A process may start several servers, one after the other.
+        waits.resume()
         await send({"type": "lifespan.startup.complete"})
         await receive()
         tasks = {
@@ -53,7 +57,7 @@ def release_at_shutdown(application: Application) -> Application:
         # The threads of the loop may all be busy.
         executor = ThreadPoolExecutor(1)
         # The server limits the time of a shutdown.
-        leave = partial(keeper.run, keeper.exit, timeout=None)
+        leave = partial(keeper.run, shutdown, timeout=None)
         await asyncio.wrap_future(executor.submit(leave))
         await send({"type": "lifespan.shutdown.complete"})
 

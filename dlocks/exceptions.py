@@ -61,6 +61,14 @@ class LockNotAwaitable(LockError):
         self.holder = holder
 
 
+class LockShutDown(LockError):
+    """``shutdown()`` has ended the wait for the key, or was called before the wait."""
+
+    def __init__(self, message: str, *, key: str) -> None:
+        super().__init__(message)
+        self.key = key
+
+
 class LockLost(LockError):
     """The hold ended before its release. Exclusion is no longer guaranteed."""
 

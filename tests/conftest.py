@@ -21,6 +21,7 @@ from django.db import OperationalError, connection, connections
 from django.dispatch import receiver
 from django.test import TransactionTestCase
 
+from dlocks.testing import undo_shutdown
 from tests import browser as chromium
 from tests.internals import (
     DatabaseBackend,
@@ -379,6 +380,7 @@ def nothing_left_behind(has_failed):
         # the method of a class that a later test replaces.
         if getattr(vars(one).get("cursor"), "__self__", None) is one:
             del one.cursor
+    undo_shutdown()
     left = keeper.holds
     # A hold that was left is reported only once.
     keeper._holds.clear()

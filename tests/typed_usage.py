@@ -15,6 +15,7 @@ from dlocks import (
     Hold,
     Holder,
     Lock,
+    LockShutDown,
     LockTimeout,
     MultiHold,
     MultiLock,
@@ -147,6 +148,8 @@ def check_tries() -> None:
     assert_type(db_lock("a").try_acquire(timeout=None), Hold | None)
     try:
         db_lock("b").try_acquire(timeout="3")  # type: ignore[arg-type]
+    except LockShutDown as error:
+        assert_type(error.key, str)
     except TypeError:
         db_lock("a").release()
 

@@ -24,9 +24,11 @@ from dlocks.core.hold import Hold, MultiHold
 from dlocks.core.holding import Holding
 from dlocks.core.losses import LossOfMember
 from dlocks.core.policy import FROM_SETTINGS, FromSettings, LockPolicy
+from dlocks.exceptions import LockShutDown
 from dlocks.runtime import clock
 from dlocks.runtime.clock import FOREVER
 from dlocks.runtime.keeper import keeper
+from dlocks.runtime.waits import waits
 
 # A request to make, or seconds to wait, or None to wait until the caller is woken.
 Step = Callable[[], Any] | float | None
@@ -117,12 +119,25 @@ class Acquisition:
         The driver puts the answer to the request into ``answer``. In the end, the hold
         is in ``result``.
         """
+        has_waited = False
         while self.is_stopped is None or not self.is_stopped():
             yield self._try
-            if self.answer is DONE:
+            pause = self.answer
+            if pause is DONE:
+                if has_waited and not waits.complete(self):
+                    raise self._shut_down()
                 return
-            yield self.answer
+            if pause != 0 and not has_waited:
+                has_waited = True
+                if not waits.begin(self):
+                    raise self._shut_down()
+            yield pause
+            if has_waited and not waits.is_open(self):
+                raise self._shut_down()
         yield self.cancel
+
+    def _shut_down(self) -> LockShutDown:
+        return explain.shut_down_error(self.lock.key, clock.now() - self.began)
 
     def _try(self) -> Any:
         """Request the missing keys. Return DONE, or the seconds until the next try.

@@ -19,6 +19,7 @@ from dlocks.exceptions import (
     LockDeadlock,
     LockError,
     LockLost,
+    LockShutDown,
     LockTimeout,
 )
 from dlocks.runtime import clock
@@ -90,6 +91,16 @@ def _facts_of_timeout(attempt: Any) -> tuple[dict[str, Any], str]:
     send_timed_out(attempt.lock, holder, clock.now() - attempt.began)
     facts = {"key": attempt.lock.key, "timeout": attempt.timeout, "holder": holder}
     return facts, who
+
+
+def shut_down_error(key: str, waited: float) -> LockShutDown:
+    """Return the error of a wait that a shutdown has ended or does not let begin."""
+    when = f" after {duration(waited)}" if waited >= 1 else ""
+    return LockShutDown(
+        f"{key!r} could not be acquired{when}: dlocks.shutdown() has ended all waits of"
+        " this process. Let this thread or task end.",
+        key=key,
+    )
 
 
 def _current_holder(attempt: Any) -> tuple[Holder | None, str]:

@@ -29,17 +29,19 @@ from dlocks.conf import DEFAULT_ALIAS, backends
 from dlocks.core.acquire import Acquisition
 from dlocks.core.callers import current_caller
 from dlocks.core.drive import TaskWakeup, adrive, drive
+from dlocks.core.explain import shut_down_error
 from dlocks.core.hold import Hold
 from dlocks.core.lock import Lock
 from dlocks.core.policy import FROM_SETTINGS, check_key
 from dlocks.election.failures import Failures
-from dlocks.exceptions import LockBackendError, LockError
+from dlocks.exceptions import LockBackendError, LockError, LockShutDown
 from dlocks.runtime import clock
 from dlocks.runtime.coroutines import run_in_sync_thread, waiting_for_a_lock
 from dlocks.runtime.delays import LONGEST_DELAY, delays
 from dlocks.runtime.greenlets import is_alive
 from dlocks.runtime.keeper import keeper
 from dlocks.runtime.threads import Flag, Latch
+from dlocks.runtime.waits import waits
 from dlocks.values import Duration, Holder, check_count, in_seconds
 
 logger = logging.getLogger("dlocks")
@@ -286,6 +288,8 @@ class LeaderElection:
         for function in (self.on_elected, self.on_deposed):
             if inspect.iscoroutinefunction(function) and not in_task:
                 raise TypeError(f"{function!r} is a coroutine function, {NOT_AWAITED}")
+        if not waits.may_begin:
+            raise shut_down_error(self.key, 0.0)
         with self._mutex:
             if self._runner is not None:
                 state = "has ended" if self._ended.is_set() else "is already running"
@@ -385,6 +389,10 @@ class LeaderElection:
                 # One line, so that an interrupt in between does not lose the hold.
                 self._hold = drive(self._acquisition())
                 return
+            except LockShutDown:
+                # The shutdown stops this election, too.
+                self._is_stopped = True
+                return
             except LockBackendError as error:
                 logger.warning(UNREACHABLE, self.name, error)
             self._pause(delay)
@@ -443,6 +451,10 @@ class LeaderElection:
         for delay in delays(clock.FOREVER, *RETRY_DELAYS):
             try:
                 self._hold = await adrive(self._acquisition())
+                return
+            except LockShutDown:
+                # The shutdown stops this election, too.
+                self._is_stopped = True
                 return
             except LockBackendError as error:
                 logger.warning(UNREACHABLE, self.name, error)

@@ -27,6 +27,7 @@ from dlocks.runtime.jobs import WatchedHold, Workers
 from dlocks.runtime.pools import leave_pools, use_private_connections
 from dlocks.runtime.process import at_child_exit, in_child
 from dlocks.runtime.threads import BackgroundThread, Flag, Latch, PythonIsExitingError
+from dlocks.runtime.waits import waits
 from dlocks.runtime.workers import IDLE_CLOSE_AFTER, ServerWorker
 
 if TYPE_CHECKING:
@@ -448,15 +449,20 @@ keeper = Keeper()
 
 
 def shutdown() -> None:
-    """Release the holds of this process before it ends.
+    """End the waits of this process, and release its holds, before it ends.
 
-    This also writes its history and stops its elections. It runs at the end of a Python
-    process, of a child of multiprocessing and of a Celery worker. Call it in a process
-    that ends by ``os._exit()`` or by a signal.
+    This also writes its history and stops its elections. Python does the same at the
+    end of a process, of a child of multiprocessing and of a Celery worker, except that
+    waits continue. Call it in a process that ends by ``os._exit()`` or by a signal, or
+    whose threads wait with ``timeout=None``.
+
+    Each thread and task that waits for a key gets LockShutDown, and so does each that
+    would begin to wait. A free key can still be acquired. A fork may wait again.
 
     A hold with an open block is lost: ``on_lost`` and ``lock_lost`` report it, and the
     block ends with LockLost. A hold without a block is released with a warning. If its
     caller still releases it, that raises LockLost. A hold that an open transaction
     keeps lasts until that transaction ends.
     """
+    waits.end_all()
     keeper.exit()

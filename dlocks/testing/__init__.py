@@ -8,6 +8,7 @@ from dlocks.testing.helpers import (
     held_elsewhere,
     lose,
     override_locks,
+    undo_shutdown,
 )
 
 __all__ = [
@@ -18,4 +19,5 @@ __all__ = [
     "held_elsewhere",
     "lose",
     "override_locks",
+    "undo_shutdown",
 ]

@@ -22,6 +22,7 @@ from dlocks.core.lock import Lock
 from dlocks.exceptions import LockError
 from dlocks.runtime import clock
 from dlocks.runtime.keeper import keeper
+from dlocks.runtime.waits import waits
 from dlocks.values import Claim, Duration, in_seconds, seconds
 
 NAMES = {
@@ -109,6 +110,11 @@ def abandoned(key: str, *, using: str = DEFAULT_ALIAS, holder: str = HOLDER) -> 
     backend, claim = _claim(key, using, LONG_AGO, holder)
     _take(backend, claim)
     _end_lease(backend, claim)
+
+
+def undo_shutdown() -> None:
+    """Let this process wait for keys again, after a test of ``shutdown()``."""
+    waits.resume()
 
 
 def expire(hold: Hold | str, *, using: str = DEFAULT_ALIAS) -> None:
