@@ -14,6 +14,7 @@ from django.views import View
 from dlocks import (
     Hold,
     Holder,
+    LeaderElection,
     Lock,
     LockShutDown,
     LockTimeout,
@@ -142,6 +143,15 @@ def check_several(keys: list[str]) -> None:
     assert_type(tried, MultiHold | None)
     if tried is not None:
         tried.release()
+
+
+def check_elections() -> None:
+    election = LeaderElection("a")
+    assert_type(election.candidates(), list[Waiter])
+    assert_type(election.leader(), Holder | None)
+    assert_type(election.wait(timedelta(seconds=1)), bool)
+    assert_type(election.stop(timeout=0), bool)
+    assert_type(election.resign(), bool)
 
 
 def check_tries() -> None:

@@ -42,7 +42,7 @@ from dlocks.runtime.greenlets import is_alive
 from dlocks.runtime.keeper import keeper
 from dlocks.runtime.threads import Flag, Latch
 from dlocks.runtime.waits import waits
-from dlocks.values import Duration, Holder, check_count, in_seconds
+from dlocks.values import Duration, Holder, Waiter, check_count, in_seconds, seconds
 
 logger = logging.getLogger("dlocks")
 
@@ -185,6 +185,17 @@ class LeaderElection:
     async def aleader(self) -> Holder | None:
         return await run_in_sync_thread(self.leader)
 
+    def candidates(self) -> list[Waiter]:
+        """Return the candidates, in the order in which they will lead.
+
+        The leader is none of them. Queries the backend. There are none on backends
+        without a queue, nor with session locks, where candidates poll.
+        """
+        return self._lock.waiters()
+
+    async def acandidates(self) -> list[Waiter]:
+        return await run_in_sync_thread(self.candidates)
+
     def run(self) -> None:
         """Campaign and lead until ``stop()`` is called.
 
@@ -236,6 +247,7 @@ class LeaderElection:
         ``run()``, returns without waiting. The election then ends as soon as
         ``on_elected`` has returned.
         """
+        limit = None if timeout is None else seconds("timeout", timeout)
         self._is_stopped = True
         self._wake()
         if self._runner is None or self._pid != os.getpid():
@@ -247,17 +259,20 @@ class LeaderElection:
         # This may be the thread of ``sync_to_async()``, in which the election would
         # release the lead. The mark makes it use another thread.
         with waiting_for_a_lock():
-            return self._ended.wait(in_seconds(timeout))
+            return self._ended.wait(limit)
 
-    def wait(self, seconds: Duration) -> bool:
+    def wait(self, timeout: Duration | None = None) -> bool:
         """Wait within ``on_elected`` while this process leads.
 
-        Wait for ``seconds`` at most, and return whether the process still leads.
+        Wait for ``timeout`` at most, in seconds or as a ``timedelta``. Return whether
+        the process still leads. Without a ``timeout``, wait for the end of the lead.
 
         Threads that ``on_elected`` started may wait too. The end of the lead wakes all
         of them, and a later lead does not count as theirs.
         """
-        deadline = clock.now() + in_seconds(seconds)
+        deadline = clock.FOREVER
+        if timeout is not None:
+            deadline = clock.now() + in_seconds(timeout)
         wakeup = Flag()
         # Read the hold before registering the flag. If the lead ends in between, the
         # loop notices it and does not mistake a later lead for this one.

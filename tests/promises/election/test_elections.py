@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import signal
 import threading
 import time
+from datetime import timedelta
 
 import pytest
-from asgiref.sync import sync_to_async
+from asgiref.sync import async_to_sync, sync_to_async
 
 from dlocks import (
     LeaderElection,
@@ -128,6 +130,44 @@ def test_a_leader_that_resigns_lets_the_next_candidate_lead(elections, heard):
     assert second.stop(10)
     told = {next_of(heard)[0] for _ in range(2)}
     assert told == {"second deposed", "first elected"}
+
+
+def test_candidates_are_listed_in_their_order(elections, threads):
+    """They lead in this order. The leader is no candidate."""
+    first, second, third = (elections() for _ in range(3))
+    for number, one in enumerate((first, second, third)):
+        assert len(first.candidates()) == max(0, number - 1)
+        threads(one.run)
+        eventually(lambda number=number: len(first.candidates()) == number)
+    holders = [one.holder for one in async_to_sync(first.acandidates)()]
+    assert len({first.leader().holder, *holders}) == 3
+    assert first.stop(10)
+    eventually(lambda: second.is_leader)
+    assert second.leader().holder == holders[0]
+    assert [one.holder for one in third.candidates()] == holders[1:]
+    assert second.stop(10)
+    assert third.stop(10)
+
+
+def test_work_waits_for_the_end_of_its_lead(elections):
+    """Without a timeout, for as long as it lasts. A negative one has passed already."""
+    led, began = [], threading.Event()
+
+    def lead(hold):
+        led.append(one.wait(timedelta(seconds=0.01)))
+        led.append(one.wait(-1))
+        for wrong in "5", -1, math.nan:
+            with pytest.raises((TypeError, ValueError), match="timeout"):
+                one.stop(wrong)
+        began.set()
+        led.append(one.wait())
+
+    one = elections(on_elected=lead)
+    assert one.wait() is False
+    one.start()
+    assert began.wait(20)
+    assert one.stop(10)
+    assert led == [True, True, False]
 
 
 async def test_async_work_is_cancelled_when_the_leader_resigns():

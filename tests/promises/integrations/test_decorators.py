@@ -554,6 +554,7 @@ async def test_the_typed_examples_run():
     typed_usage.check_options()
     await sync_to_async(typed_usage.check_tries)()
     await sync_to_async(typed_usage.check_callers)()
+    await sync_to_async(typed_usage.check_elections)()
     await sync_to_async(typed_usage.check_several)(["a", "b"])
     await typed_usage.acheck_several()
     await typed_usage.acheck()
