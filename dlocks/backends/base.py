@@ -173,8 +173,8 @@ class Backend:
     # Whether a grant of the queue is valid for the lease that it states. Otherwise the
     # claim is acquired again.
     grants_in_queue: ClassVar[bool] = True
-    # Whether a statement of the server runs for as long as a claim queues. An election,
-    # whose wait may last for weeks, then polls instead.
+    # Whether a claim occupies a connection while it queues. An election, whose wait may
+    # last for weeks, then polls instead.
     waits_in_statement: ClassVar[bool] = False
     # Whether several claims can share a key.
     supports_sharing: ClassVar[bool] = False

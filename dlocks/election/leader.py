@@ -320,7 +320,7 @@ class LeaderElection:
     def _acquisition(self) -> Acquisition:
         lock = self._lock
         if self._polls:
-            # On PostgreSQL, the snapshot of that statement holds back VACUUM.
+            # A claim in the queue would occupy a connection for as long.
             lock = replace(lock, fair=False)
         return Acquisition(
             lock,

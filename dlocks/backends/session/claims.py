@@ -217,7 +217,7 @@ class Claims(LocalClaims):
             )
 
     def _on_reply(self, entry: Entry, row: Row | None) -> None:
-        if row is not None and row[0] is not None:
+        if row is not None and row[0]:
             with self._mutex:
                 self._granted(entry, int(row[0]))
                 self._dequeue(entry)

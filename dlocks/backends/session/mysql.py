@@ -20,6 +20,10 @@ _HAS_PROCESSLIST = (
     "SELECT @@performance_schema AND EXISTS (SELECT 1 FROM information_schema.tables"
     " WHERE table_schema = 'performance_schema' AND table_name = 'processlist')"
 )
+_WAITS_FOR_THIS = (
+    "state = 'User lock' AND info LIKE CONCAT('%%SELECT IF(GET_LOCK(''', %(value)s,"
+    " ''', 3%%')"
+)
 
 
 class MySQLSession(Session):
@@ -32,7 +36,8 @@ class MySQLSession(Session):
 
     statements = {
         "try": f"SELECT IF(GET_LOCK(%(value)s, 0) = 1, {_TICKS}, NULL)",
-        # One year in seconds. MariaDB does not support an unlimited wait.
+        # One year in seconds. MariaDB does not support an unlimited wait. Unlike on
+        # PostgreSQL, a wait is no transaction.
         "wait": f"SELECT IF(GET_LOCK(%(value)s, 31536000) = 1, {_TICKS}, NULL)",
         "free": "SELECT RELEASE_LOCK(%(value)s)",
         # No session is interrupted if the lock is unknown.
@@ -44,19 +49,18 @@ class MySQLSession(Session):
             " information_schema.processlist WHERE id = IS_USED_LOCK(%(value)s)"
         ),
         "waiting": (
-            "SELECT COUNT(*) FROM information_schema.processlist WHERE state = 'User"
-            " lock' AND info LIKE CONCAT('SELECT IF(GET_LOCK(''', %(value)s, ''', 3%%')"
+            "SELECT COUNT(*) FROM information_schema.processlist WHERE"
+            f" {_WAITS_FOR_THIS}"
         ),
         "comments": (
             "SELECT JSON_ARRAYAGG(info) FROM information_schema.processlist WHERE"
-            " state = 'User lock' AND info LIKE '%%/*dlocks %%*/'"
+            " state = 'User lock' AND info LIKE '%%/*dlocks %%*/%%'"
         ),
         "sessions": (
             "SELECT JSON_ARRAYAGG(JSON_ARRAY(id = IS_USED_LOCK(%(value)s),"
             " CONCAT('session ', id, ' of ', user), host, id, time)) FROM"
             " information_schema.processlist WHERE id = IS_USED_LOCK(%(value)s) OR"
-            " (state = 'User lock' AND info LIKE CONCAT('SELECT IF(GET_LOCK(''',"
-            " %(value)s, ''', 3%%'))"
+            f" ({_WAITS_FOR_THIS})"
         ),
         "holders": "SELECT IS_USED_LOCK(%(value)s)",
     }

@@ -15,6 +15,10 @@ from dlocks.exceptions import LockBackendError
 from dlocks.sql.clock import TICKS
 from dlocks.sql.engines import sqlstate_of
 
+# Seconds for which one statement waits for a lock. It is a transaction, whose snapshot
+# holds back VACUUM and CREATE INDEX CONCURRENTLY.
+SLICE = 2.0
+
 _NAME = "%(value)s::bigint"
 _IDENTITY = "concat(pid, ' ', extract(epoch FROM backend_start))"
 _THIS = (
@@ -27,6 +31,22 @@ _THIS = (
 def _granted(condition: str) -> str:
     # CASE evaluates in order, so the clock is read after the grant.
     return f"SELECT CASE WHEN {condition} THEN {TICKS['postgresql']} END"
+
+
+def _slice(function: str) -> str:
+    """Return statements that wait for a lock until ``lock_timeout``.
+
+    Their token is 0 if the lock was not granted. Without the block, the server would
+    log an error for each slice. It may grant the lock at the moment of the timeout, and
+    keeps it then.
+    """
+    record = f"PERFORM set_config('dlocks.token', ({TICKS['postgresql']})::text, true)"
+    return (
+        f"DO $$ BEGIN PERFORM {function}(%(value)s); {record};"
+        f" EXCEPTION WHEN lock_not_available THEN {record} FROM pg_locks WHERE granted"
+        f" AND pid = pg_backend_pid() AND {_THIS}; END $$; SELECT"
+        " coalesce(nullif(current_setting('dlocks.token', true), ''), '0')::bigint"
+    )
 
 
 class PostgreSQLSession(Session):
@@ -45,8 +65,8 @@ class PostgreSQLSession(Session):
             f" {_THIS}) THEN CASE WHEN pg_try_advisory_lock_shared({_NAME}) THEN"
             f" {TICKS['postgresql']} END END"
         ),
-        "wait": _granted(f"pg_advisory_lock({_NAME}) IS NOT NULL"),
-        "wait shared": _granted(f"pg_advisory_lock_shared({_NAME}) IS NOT NULL"),
+        "wait": _slice("pg_advisory_lock"),
+        "wait shared": _slice("pg_advisory_lock_shared"),
         "free": f"SELECT pg_advisory_unlock({_NAME})",
         "free shared": f"SELECT pg_advisory_unlock_shared({_NAME})",
         "cancel": (
@@ -65,14 +85,15 @@ class PostgreSQLSession(Session):
         "comments": (
             "SELECT json_agg(query)::text FROM pg_stat_activity WHERE datname ="
             " current_database() AND wait_event = 'advisory' AND query LIKE"
-            " '%%/*dlocks %%*/'"
+            " '%%/*dlocks %%*/%%'"
         ),
-        # The holders and the waiters, in the order of the queue.
+        # The holders and the waiters. Each slice of a wait has a ``waitstart``.
         "sessions": (
             "SELECT json_agg(json_build_array(granted, application_name,"
-            " host(client_addr), pid, extract(epoch FROM clock_timestamp() -"
-            " waitstart)) ORDER BY waitstart, pid)::text FROM pg_locks JOIN"
-            f" pg_stat_activity USING (pid) WHERE {_THIS}"
+            " host(client_addr), pid, extract(epoch FROM clock_timestamp()) -"
+            " coalesce(substring(query FROM 'since ([0-9]+)')::numeric / 1000000,"
+            " extract(epoch FROM waitstart))) ORDER BY waitstart, pid)::text FROM"
+            f" pg_locks JOIN pg_stat_activity USING (pid) WHERE {_THIS}"
         ),
         "holders": (
             f"SELECT string_agg(pid::text, ' ') FROM pg_locks WHERE granted AND {_THIS}"
@@ -111,25 +132,31 @@ class PostgreSQLSession(Session):
         self.first_row(
             "SELECT set_config('application_name', %s, false),"
             " set_config('statement_timeout', '0', false), set_config('lock_timeout',"
-            " '0', false), set_config('client_connection_check_interval', '1000',"
+            " %s, false), set_config('client_connection_check_interval', '1000',"
             " false), set_config('idle_session_timeout', %s, false)",
             (
                 f"dlocks {socket.gethostname()}:{os.getpid()}"[:63],
+                str(round(SLICE * 1000)),
                 str(self.idle_setting(self.idle)),
             ),
         )
 
     def first_row(self, sql: str, values: Any = None) -> Any:
-        from psycopg import Cursor
+        from psycopg import ClientCursor, Cursor
 
         # Unlike Django's cursor, psycopg's own can prepare a statement. Only those that
         # are repeated have named values.
         with self.wrapper.wrap_database_errors:
-            cursor = Cursor(self.wrapper.connection)
-            # Each comment occurs once.
-            prepare = isinstance(values, dict) and "/*" not in sql
-            cursor.execute(sql, values, prepare=prepare)
-            return cursor.fetchone() if cursor.description else None
+            connection = self.wrapper.connection
+            if "DO $$" not in sql:
+                cursor = Cursor(connection)
+                cursor.execute(sql, values, prepare=isinstance(values, dict))
+                return cursor.fetchone() if cursor.description else None
+            # The server takes no parameters here. The row is that of the second
+            # statement.
+            block = ClientCursor(connection).execute(sql, values)
+            block.nextset()
+            return block.fetchone()
 
     def code(self, error: Error) -> str:
         # Without a state, the error is not the server's.

@@ -57,7 +57,8 @@ class Session:
 
     # Whether locks can be shared, and can belong to a transaction.
     shares: ClassVar[bool]
-    # The SQL by name. The statements that try or wait return the token.
+    # The SQL by name. The statements that try or wait return the token. It is 0 if a
+    # wait has ended without the lock, and goes on with the next statement.
     statements: Mapping[str, str]
     # The server's idle timeout for one second.
     idle_unit: ClassVar[int]
@@ -125,7 +126,7 @@ class Session:
                 if self.dead:
                     raise SessionDiedError("it was closed")
                 sent = clock.now()
-                row = self._reply(self.statements[statement] + comment, value, sent)
+                row = self._reply(comment + self.statements[statement], value, sent)
                 if on_reply is not None:
                     on_reply(row)
                 return row

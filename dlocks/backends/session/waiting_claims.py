@@ -111,7 +111,7 @@ def _read(backend: Any) -> list[WaitingClaim]:
     for text in json.loads(texts or "[]"):
         # Another version of this package may write other facts.
         with suppress(TypeError, ValueError):
-            facts = json.loads(text.rpartition("/*dlocks ")[2][:-2])
+            facts = json.loads(text.partition("/*dlocks ")[2].partition("*/")[0])
             digest, _since, _holder, _ip, _key, _held = facts
             shown[digest] = facts
     with backend._mutex:
@@ -162,15 +162,19 @@ def _read(backend: Any) -> list[WaitingClaim]:
 
 
 def comment_of(backend: Any, entry: Entry) -> str:
-    """Return the comment of a statement, which is empty without holds to show."""
-    facts = _facts(backend, entry) if entry.waiting and entry.claim.holding else [()]
+    """Return the comment of a statement that waits, which is empty for others.
+
+    A wait may consist of several statements.
+    """
+    since = f"/*since {round(entry.since * 1e6)}*/" if entry.waiting else ""
+    facts = _facts(backend, entry) if since and entry.claim.holding else [()]
     while facts[-1]:
         text = _in_comment(facts)
         if len(text) <= LONGEST_COMMENT:
-            return f"/*dlocks {text}*/"
+            return f"{since}/*dlocks {text}*/"
         # Without its oldest holds, a deadlock may end by a timeout.
         del facts[-1][0]
-    return ""
+    return since
 
 
 def _in_comment(facts: Any) -> str:
