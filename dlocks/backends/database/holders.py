@@ -295,13 +295,10 @@ class Holders:
         status = "F" if failed else "S"
         if not claim.shared:
             contended = not keep and claim.key in self.queue.contended
-            if contended and self._hand_over(claim, status):
-                return True
-            if self._release_at_once(claim, status, keep):
-                self.queue.contended.discard(claim.key)
+            if not contended and self._release_at_once(claim, status, keep):
                 return True
             # The key has waiters, or the claim has something else to release.
-            if not keep and not contended and self._hand_over(claim, status):
+            if not keep and self._hand_over(claim, status):
                 return True
         return self._release_by_step(claim, status, keep)
 

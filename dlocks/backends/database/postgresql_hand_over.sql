@@ -47,4 +47,7 @@ WHERE {locks}.key_resource = head.key_resource
 RETURNING
   taken.owner IS NOT NULL, waiters, channel,
   CASE WHEN channel <> '' AND NOT starts_with(channel, %(near)s)
-       THEN pg_notify(channel, '') END
+       THEN pg_notify(channel, '') END,
+  -- A release that a crash loses only lets the lease expire.
+  CASE WHEN taken.owner IS NULL
+       THEN set_config('synchronous_commit', 'off', true) END

@@ -166,6 +166,8 @@ class TransactionLocks:
     def pin(self, claim: Claim, database: str) -> bool:
         """Renew a lease in the caller's transaction, whose end unlocks the row."""
         session = self.session
+        # The row cannot count the claims that join meanwhile. A release has to look.
+        self.holders.queue.contended.add(claim.key)
         if database != session.database:
             # In the schema in which the hold was granted. Sessions of the other alias
             # may begin with another search path.

@@ -11,7 +11,7 @@ import pytest
 from django.db import connection, transaction
 from django.test.utils import CaptureQueriesContext
 
-from dlocks import db_lock, db_rwlock
+from dlocks import LockTimeout, db_lock, db_rwlock
 from dlocks.backends.database import PessimisticBackend
 from dlocks.conf import backends
 from dlocks.models import LockClaim, ResourceLock
@@ -352,3 +352,21 @@ def test_a_claim_that_asks_for_a_free_key_leaves_the_queue(using, row, in_queue)
     assert backend.acquire(replace(mine, queued=True))
     assert not LockClaim.objects.exists()
     assert backend.release(mine)
+
+
+@SERVERS
+@for_each("using", ["default", "optimistic", "insert"])
+def test_a_waiter_that_joins_during_a_guarded_transaction_is_next(
+    using, workers, in_queue
+):
+    """The row is locked then, so it does not count the waiter."""
+    (other,) = workers(1)
+    lock = db_lock("stock:7", using=using, timeout=0)
+    with lock as hold, hold.atomic():
+        other.start(jobs.hold, "stock:7", using=using, timeout=20)
+        in_queue(1)
+    with pytest.raises(LockTimeout):
+        lock.acquire().release()
+    assert other.hear() > hold.token
+    other.tell()
+    assert other.hear() == "released"
