@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from contextlib import nullcontext
-from dataclasses import replace
 
 import pytest
 from django.db import connection, transaction
@@ -13,9 +12,7 @@ from django.test.utils import CaptureQueriesContext
 
 from dlocks import LockTimeout, db_lock, db_rwlock
 from dlocks.backends.database import PessimisticBackend
-from dlocks.conf import backends
 from dlocks.models import LockClaim, ResourceLock
-from dlocks.runtime.keeper import keeper
 from dlocks.values import Claim
 from tests import jobs
 from tests.for_each import for_each
@@ -333,25 +330,6 @@ def test_a_waiter_of_a_deleted_row_leaves_no_place_in_the_queue(
     waiter.join(30)
     assert waiter.results[0]
     assert not LockClaim.objects.exists()
-
-
-@SERVERS
-@for_each("using", ["default", "optimistic", "insert"])
-@for_each("row", ["unlocked", "deleted"])
-def test_a_claim_that_asks_for_a_free_key_leaves_the_queue(using, row, in_queue):
-    """It joined while the row was locked, so the row does not count it."""
-    backend, mine = backends[using], claim(owner="mine")
-    jobs.token_of(db_lock("stock:7"))
-    with transaction.atomic():
-        rows = ResourceLock.objects.select_for_update().filter(pk="stock:7")
-        assert rows.get()
-        assert keeper.run(lambda: backend.enqueue(mine)).ahead == 0
-        in_queue(1)
-        if row == "deleted":
-            rows.delete()
-    assert backend.acquire(replace(mine, queued=True))
-    assert not LockClaim.objects.exists()
-    assert backend.release(mine)
 
 
 @SERVERS

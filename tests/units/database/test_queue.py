@@ -5,18 +5,21 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 from django.db import connection, transaction
 
 from dlocks import LockTimeout, db_lock
 from tests import jobs
+from tests.for_each import for_each
 from tests.internals import (
     Acquisition,
     Attempt,
     Claim,
     Grant,
     LockClaim,
+    ResourceLock,
     ThreadWakeup,
     Ticket,
     Waiter,
@@ -321,3 +324,22 @@ def test_a_handover_beside_a_heartbeat_fails_no_statement(
     waiting.join(30)
     assert set(outcomes) == {"executed"}
     assert waiting.results[0] > hold.token
+
+
+@pytest.mark.engine("postgresql", "mariadb", "mysql")
+@for_each("using", ["default", "optimistic", "insert"])
+@for_each("row", ["unlocked", "deleted"])
+def test_a_claim_that_asks_for_a_free_key_leaves_the_queue(using, row, in_queue):
+    """It joined while the row was locked, so the row does not count it."""
+    backend, mine = backends[using], claim(owner="mine")
+    jobs.token_of(db_lock("stock:7"))
+    with transaction.atomic():
+        rows = ResourceLock.objects.select_for_update().filter(pk="stock:7")
+        assert rows.get()
+        assert keeper.run(lambda: backend.enqueue(mine)).ahead == 0
+        in_queue(1)
+        if row == "deleted":
+            rows.delete()
+    assert backend.acquire(replace(mine, queued=True))
+    assert not LockClaim.objects.exists()
+    assert backend.release(mine)
