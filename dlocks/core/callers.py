@@ -44,7 +44,14 @@ CALLERS_PER_CLEANUP = 200
 
 
 def current_caller() -> Caller:
-    """Return the running asyncio task, or else the thread."""
+    """Return the running asyncio task, or else the thread.
+
+    Tasks that call ``sync_to_async()`` share its thread, so each of them enters what
+    another one holds. A ContextVar would tell them apart. It would also forbid a view
+    what a receiver of ``request_started`` has acquired, and a task what it acquired by
+    ``asyncio.gather()``, ``wait_for()`` or ``to_thread()``: they change only a copy of
+    its context. So the pages on coroutines and Channels name ``reentrant=False``.
+    """
     # Usually no loop runs, and then current_task() would raise an error.
     loop = _get_running_loop()
     task = None if loop is None else asyncio.current_task(loop)

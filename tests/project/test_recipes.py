@@ -7,12 +7,14 @@ import json
 import dramatiq
 import pytest
 from asgiref.testing import ApplicationCommunicator
+from channels.consumer import AsyncConsumer, SyncConsumer
+from channels.db import database_sync_to_async
 from django.test import override_settings
 from dramatiq.brokers.stub import StubBroker
 from ninja.testing import TestClient
 from rest_framework.test import APIRequestFactory
 
-from dlocks import LockTimeout
+from dlocks import LockTimeout, db_lock
 from dlocks.testing import frozen_clock, held_elsewhere, override_locks
 from tests import pages
 
@@ -114,3 +116,27 @@ async def test_a_consumer_of_channels_answers_a_busy_key(page):
     with held_elsewhere("order:8"), frozen_clock():
         assert await ask(8) == '{"busy": 8}'
     await consumer.send_input({"type": "websocket.disconnect", "code": 1000})
+
+
+async def test_sockets_in_one_thread_share_only_a_reentrant_lock():
+    """So they do with a SyncConsumer, and with ``database_sync_to_async()``."""
+
+    def enter(key, **options):
+        return db_lock(key, timeout=0, **options).try_acquire() is not None
+
+    class Socket(SyncConsumer):
+        def websocket_receive(self, message):
+            entered = enter("a"), enter("b", reentrant=False)
+            self.send({"type": "websocket.send", "text": json.dumps(entered)})
+
+    class AsyncSocket(AsyncConsumer):
+        async def websocket_receive(self, message):
+            only = database_sync_to_async(enter)("d", reentrant=False)
+            entered = await database_sync_to_async(enter)("c"), await only
+            await self.send({"type": "websocket.send", "text": json.dumps(entered)})
+
+    for kind in (Socket, AsyncSocket):
+        for expected in ([True, True], [True, False]):
+            socket = ApplicationCommunicator(kind.as_asgi(), {"type": "websocket"})
+            await socket.send_input({"type": "websocket.receive"})
+            assert json.loads((await socket.receive_output(10))["text"]) == expected
