@@ -59,8 +59,9 @@ test-pages: servers $(VENV)/.test
 
 # All of them run, whatever fails.
 nightly: export DLOCKS_TEST_VOLUME ?= $(or $(VOLUME),3)
-nightly: servers mysql backend-servers $(VENV)/.test-backends $(VENV)/.bench
-	@failed=0; for task in 'run sqlite -- -m nightly' 'run sqlite postgresql mariadb mysql' 'run backends' \
+nightly: servers mysql backend-servers $(VENV)/.test-backends $(VENV)/.bench $(VENV)/.docs
+	@failed=0; for task in 'run sqlite -- -m nightly' 'run postgresql -- -m nightly tests/project' \
+	    'run sqlite postgresql mariadb mysql' 'run backends' \
 	    'campaign --quiet --minutes $(or $(MINUTES),10)' \
 	    'campaign --quiet --minutes $(or $(MINUTES),10) --backend sqlite' \
 	    'campaign --quiet --minutes $(or $(MINUTES),10) --backend postgresql' \

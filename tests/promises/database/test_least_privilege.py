@@ -78,6 +78,15 @@ def process(doomed):
             cursor.execute(f"DROP ROLE {name}")
 
 
+def test_the_page_on_deployment_grants_these_rights():
+    (lines,) = pages.blocks("how-to/deployment", "sql")
+    granted = {
+        table: set(rights.split(", "))
+        for rights, table in re.findall(r"GRANT ([A-Z, ]+) ON (\w+) TO shop;", lines)
+    }
+    assert granted == told()[APPLICATION]
+
+
 DONE = {"waited", "transaction", "several", "shared", "guarded"}
 
 

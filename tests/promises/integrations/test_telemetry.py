@@ -6,6 +6,8 @@ import io
 import json
 import logging
 import re
+import shutil
+import subprocess
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
@@ -13,6 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 from django.core.exceptions import ImproperlyConfigured
+from django.core.management import call_command
 from django.db import transaction
 from django.test import override_settings
 from opentelemetry import trace
@@ -29,6 +32,8 @@ __all__ = ["measured", "sdk", "spans"]
 
 ROOT = Path(__file__).parent.parent.parent.parent
 CONTRIB = ROOT / "contrib"
+STUCK_LOCKS = CONTRIB / "prometheus" / "stuck_locks.jq"
+DUMMY = "dlocks.backends.dummy.DummyBackend"
 
 database = pytest.mark.django_db(transaction=True)
 
@@ -323,9 +328,10 @@ def test_the_dashboard_and_the_alerts_use_existing_metrics():
     expressions = [target["expr"] for target in targets]
     expressions += [rule["expr"] for rule in rules]
     expressions += [one["query"] for one in board["templating"]["list"][1:]]
+    known |= set(re.findall(r"dlocks_\w+(?={)", STUCK_LOCKS.read_text()))
     used = set(re.findall(r"\bdlocks_\w+", " ".join(expressions)))
     assert used - labels <= known
-    assert {"dlocks_losses_total", "dlocks_takeovers_total"} <= used
+    assert {"dlocks_losses_total", "dlocks_stale", "dlocks_waiting"} <= used
     # Each counter and each histogram is on the dashboard.
     shown = " ".join(expressions[: -len(rules)])
     for name in known:
@@ -334,3 +340,21 @@ def test_the_dashboard_and_the_alerts_use_existing_metrics():
     for rule in rules:
         assert set(re.findall(r"\$labels\.(\w+)", str(rule))) <= labels
         assert rule["annotations"].keys() == {"summary", "description"}
+
+
+@database
+@pytest.mark.skipif(shutil.which("jq") is None, reason="jq is not installed")
+def test_stale_locks_and_waiters_are_metrics():
+    """The file in contrib/ makes them of the report of the health check."""
+    out = io.StringIO()
+    abandoned("stock:7")
+    with override_settings(DLOCKS={"default": {}, "dummy": {"BACKEND": DUMMY}}):
+        call_command("dlocks_health", "--json", stdout=out)
+    made = subprocess.run(
+        ["jq", "-rf", STUCK_LOCKS], input=out.getvalue(), capture_output=True,
+        text=True, check=True,
+    )  # fmt: skip
+    assert made.stdout.splitlines() == [
+        'dlocks_stale{dlocks_alias="default"} 1',
+        'dlocks_waiting{dlocks_alias="default"} 0',
+    ]

@@ -1,0 +1,8 @@
+# The numbers of stale locks and of waiters, as metrics of the node exporter's textfile
+# collector. An alias whose locks cannot be counted has none, so its alerts end too.
+#
+#   python manage.py dlocks_health --json | jq -rf stuck_locks.jq > dlocks.prom
+to_entries[]
+| select(.value.waiting)
+| "dlocks_stale{dlocks_alias=\"\(.key)\"} \(.value.stale)",
+  "dlocks_waiting{dlocks_alias=\"\(.key)\"} \(.value.waiting)"
