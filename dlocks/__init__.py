@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from dlocks.core.hold import Hold, MultiHold
     from dlocks.core.lock import Lock, MultiLock
     from dlocks.core.shared import ReadWriteLock
-    from dlocks.decorators import locked_view
+    from dlocks.decorators import current_hold, locked_view
     from dlocks.election import LeaderElection
     from dlocks.exceptions import (
         LockBackendError,
@@ -57,6 +57,7 @@ __all__ = [
     "StaleVersion",
     "Waiter",
     "aresume_hold",
+    "current_hold",
     "db_lock",
     "db_rwlock",
     "db_semaphore",
@@ -76,7 +77,7 @@ __all__ = [
 # even in projects that do not use it.
 _MODULES = {
     "api": ["Lock", "db_lock", "db_rwlock", "db_semaphore"],
-    "decorators": ["locked_view"],
+    "decorators": ["current_hold", "locked_view"],
     "election": ["LeaderElection"],
     "exceptions": [
         "LockBackendError",

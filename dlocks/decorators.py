@@ -11,7 +11,8 @@ import inspect
 import math
 import sys
 import types
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextvars import ContextVar
 from dataclasses import fields
 from datetime import timedelta
 from typing import (
@@ -33,6 +34,7 @@ from django.views import View
 # It reports that the app is not installed, so the app cannot register it.
 from dlocks import checks  # noqa: F401
 from dlocks.conf import DEFAULT_ALIAS
+from dlocks.core.hold import Hold
 from dlocks.core.lock import Lock, decorate_with
 from dlocks.core.options import VIEW, ViewOptions, no_attribute, refuse_unknown
 from dlocks.core.policy import LockPolicy, changed_options, shown
@@ -61,6 +63,39 @@ WORKS_LATER = (
     contextlib._GeneratorContextManager,
     contextlib._AsyncGeneratorContextManager,
 )
+
+
+_current: ContextVar[Hold] = ContextVar("dlocks_current_hold")
+
+
+def current_hold() -> Hold:
+    """Return the hold of the decorated function, view or command that runs.
+
+        current_hold().renew(max_hold=3600)
+
+    If several run within each other, it is the innermost. It is known in the
+    function's tasks and calls of ``sync_to_async()``, but not in its threads. Blocks
+    do not change it. Raise RuntimeError if no decorated function runs.
+    """
+    hold = _current.get(None)
+    if hold is None:
+        raise RuntimeError(
+            "No function runs here that a lock decorates. In a with block, use the hold"
+            " itself: with db_lock(key) as hold."
+        )
+    return hold
+
+
+@contextlib.contextmanager
+def running(hold: Hold) -> Iterator[None]:
+    """Let ``current_hold()`` return a hold in a block."""
+    token = _current.set(hold)
+    try:
+        yield
+    finally:
+        # A coroutine may be collected as garbage, in another context.
+        with contextlib.suppress(ValueError):
+            _current.reset(token)
 
 
 class LockDecorator(Generic[B]):
@@ -150,7 +185,8 @@ class LockDecorator(Generic[B]):
             try:
                 with self.lock(key) as hold:
                     entered = True
-                    result = function(*args, **kwargs)
+                    with running(hold):
+                        result = function(*args, **kwargs)
                     if inspect.iscoroutine(result):
                         result.close()
                         raise TypeError(
@@ -183,7 +219,8 @@ class LockDecorator(Generic[B]):
             try:
                 async with await self.alock(key) as hold:
                     entered = True
-                    result = await function(*args, **kwargs)
+                    with running(hold):
+                        result = await function(*args, **kwargs)
                     return _done(function, hold, result)
             except (LockTimeout, LockNotAwaitable) as error:
                 if entered or self.busy == "raise":

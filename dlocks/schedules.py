@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, Unpack
+from typing import Any, Literal, Never, TypeVar, Unpack, overload
 
 from django.core.management.base import BaseCommand, CommandError
 
@@ -16,7 +16,7 @@ from dlocks.core.lock import Lock
 from dlocks.core.options import KEYS, RUN, RunOptions, refuse_unknown
 from dlocks.core.policy import shown
 from dlocks.core.template import Template
-from dlocks.decorators import Key, LockDecorator
+from dlocks.decorators import Key, LockDecorator, running
 from dlocks.exceptions import LockTimeout
 from dlocks.runtime.connected import connection_of
 from dlocks.runtime.coroutines import run_in_sync_thread
@@ -30,13 +30,17 @@ BUSY = 75
 
 # Why run_once() has not all options of db_lock().
 NEVER_WAITS = (
-    "It does not wait, and skips the job while the key is held. To change that, use"
-    " db_lock() as the decorator."
+    "It does not wait while the key is held. To change that, use db_lock() as the"
+    " decorator."
 )
 
 
-class _OneRun(LockDecorator[None]):
-    """A decorator that skips a job that another node has begun.
+B = TypeVar("B", covariant=True)
+T = TypeVar("T")
+
+
+class _OneRun(LockDecorator[B]):
+    """A decorator of a job that another node may have begun.
 
     Its lease lasts for ``min_hold`` even if the holder dies.
     """
@@ -60,18 +64,57 @@ class _OneRun(LockDecorator[None]):
         return Lock(key=key, **policy)
 
 
+@overload
+def run_once(
+    key: Key,
+    *,
+    min_hold: Duration,
+    max_hold: Duration | None = ...,
+    busy: Literal["skip"] = ...,
+    using: str = ...,
+    **options: Unpack[RunOptions],
+) -> LockDecorator[None]: ...
+
+
+@overload
+def run_once(
+    key: Key,
+    *,
+    min_hold: Duration,
+    max_hold: Duration | None = ...,
+    busy: Literal["raise"],
+    using: str = ...,
+    **options: Unpack[RunOptions],
+) -> LockDecorator[Never]: ...
+
+
+@overload
+def run_once(
+    key: Key,
+    *,
+    min_hold: Duration,
+    max_hold: Duration | None = ...,
+    busy: Callable[..., T],
+    using: str = ...,
+    **options: Unpack[RunOptions],
+) -> LockDecorator[T]: ...
+
+
 def run_once(
     key: Key,
     *,
     min_hold: Duration,
     max_hold: Duration | None = None,
+    busy: Any = "skip",
     using: str = DEFAULT_ALIAS,
     **options: Unpack[RunOptions],
-) -> LockDecorator[None]:
+) -> LockDecorator[Any]:
     """Run a scheduled job on one node although every node starts it.
 
-    The nodes start the job at about the same time. All but one return None at once. So
-    does a run that the job itself starts.
+    The nodes start the job at about the same time. All but one skip it and return None
+    at once, and so does a run that the job itself starts. To tell a skipped run from a
+    job that returns None, use ``busy="raise"``, which raises LockTimeout, or a function
+    of the LockTimeout and the job's arguments. Its result is that of the call.
 
     ``min_hold`` is the time after a run's start in which no other run starts, in
     seconds or as a ``timedelta``. This holds even if the run finishes early, fails or
@@ -79,15 +122,16 @@ def run_once(
     time between two runs.
 
     A run that takes longer than ``max_hold`` no longer blocks the next one, and
-    ends with LockLost. Without ``max_hold`` it blocks the next one for as long as its
-    process lives. The other options are those of ``db_lock()``.
+    ends with LockLost. The job can extend it by ``current_hold().renew(max_hold=…)``.
+    Without ``max_hold`` it blocks the next one for as long as its process lives. The
+    other options are those of ``db_lock()``.
     """
     policy: dict[str, Any] = {**options}
     refuse_unknown(
         "run_once()",
         policy,
         RUN,
-        **dict.fromkeys(("busy", "reentrant", "timeout", "ttl"), NEVER_WAITS),
+        **dict.fromkeys(("reentrant", "timeout", "ttl"), NEVER_WAITS),
     )
     min_hold = seconds("min_hold", min_hold, above_zero=True)
     if max_hold is not None:
@@ -104,7 +148,7 @@ def run_once(
         )
     return _OneRun(
         key,
-        busy="skip",
+        busy=busy,
         timeout=0,
         min_hold=min_hold,
         max_hold=max_hold,
@@ -160,7 +204,8 @@ class SingleInstance(BaseCommand):
                 try:
                     # A command may run for as long as it likes.
                     self.hold.has_no_limit()
-                    return super().execute(*args, **options)
+                    with running(self.hold):
+                        return super().execute(*args, **options)
                 finally:
                     _runs.discard(run)
         except LockTimeout as error:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from datetime import timedelta
 from typing import assert_type
 
@@ -22,6 +23,7 @@ from dlocks import (
     MultiLock,
     ReadWriteLock,
     Waiter,
+    current_hold,
     db_lock,
     db_rwlock,
     db_semaphore,
@@ -70,6 +72,17 @@ def job(region: str) -> list[str]:
     return [region]
 
 
+@run_once("job:{region}", min_hold=60, busy="raise")
+def job_or_not(region: str) -> list[str]:
+    current_hold().renew(max_hold=timedelta(hours=1))
+    return [region]
+
+
+@run_once("job:{region}", min_hold=60, busy=seven)
+def job_or_seven(region: str) -> list[str] | None:
+    return None
+
+
 @locked_view("report:{pk}", timeout=timedelta(seconds=1), note="report")
 def view(request: HttpRequest, pk: int) -> HttpResponse:
     return HttpResponse()
@@ -88,6 +101,10 @@ def check() -> None:
     assert_type(otherwise("north"), list[str] | int)
     assert_type(named("north"), list[str])
     assert_type(job("north"), list[str] | None)
+    assert_type(job_or_not("south"), list[str])
+    assert_type(job_or_seven("west"), list[str] | int | None)
+    with suppress(RuntimeError):
+        assert_type(current_hold(), Hold)
     assert_type(view(HttpRequest(), 7), HttpResponse)
     assert_type(Reports.extra, int)
     # Calls that fail at run time are rejected by the type checker too.
@@ -117,7 +134,7 @@ def check_options() -> None:
         lambda: db_lock("a", note=3),  # type: ignore[call-overload]
         lambda: db_rwlock("a", timout=3),  # type: ignore[call-arg]
         lambda: db_semaphore("a", 3, timout=3),  # type: ignore[call-arg]
-        lambda: run_once("a", min_hold=1, timeout=3),  # type: ignore[call-arg]
+        lambda: run_once("a", min_hold=1, timeout=3),  # type: ignore[call-overload]
         lambda: locked_view("a", timout=3),  # type: ignore[call-arg]
         # So are the arguments of threading.Lock and redis-py.
         lambda: db_lock("a").acquire(blocking=False),  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
@@ -28,8 +28,7 @@ def check(hold: Any) -> None:
     refuse_ended(hold)
 
 
-def checked_ttl(ttl: Duration | None, holds: Sequence[Any]) -> float | None:
-    """Return a ttl of ``renew()`` in seconds, or raise TypeError or ValueError."""
+def _checked_ttl(ttl: Duration | None, holds: Sequence[Any]) -> float | None:
     if ttl is None:
         return None
     ttl = seconds("ttl", ttl, above_zero=True)
@@ -41,24 +40,42 @@ def checked_ttl(ttl: Duration | None, holds: Sequence[Any]) -> float | None:
     return ttl
 
 
-def renew(hold: Any, ttl: float | None) -> None:
+class Terms(NamedTuple):
+    """A new ttl and a new max_hold of leases, in seconds, or None."""
+
+    ttl: float | None
+    max_hold: float | None
+
+
+def checked_terms(
+    ttl: Duration | None, max_hold: Duration | None, holds: Sequence[Any]
+) -> Terms | None:
+    """Return the terms of ``renew()``, or raise TypeError or ValueError."""
+    terms = Terms(
+        _checked_ttl(ttl, holds),
+        None if max_hold is None else seconds("max_hold", max_hold, above_zero=True),
+    )
+    return None if terms == (None, None) else terms
+
+
+def renew(hold: Any, terms: Terms | None) -> None:
     """Extend the lease to its ttl from now, or raise LockLost.
 
-    ``ttl`` is a new one, for this and all later renewals.
+    ``terms`` are new ones, for this and all later renewals.
     """
     if hold.scope == "transaction" or hold.life.is_pinned:
-        if ttl is not None and hold.scope == "lease":
-            hold.lease.change_ttl(ttl)
+        if terms is not None and hold.scope == "lease":
+            hold.lease.change(*terms)
         check(hold)
         return
     if not hold.may_be_held:
         raise hold.end_as_expired()
-    renew_together([hold], ttl)
+    renew_together([hold], terms)
 
 
-def renew_together(holds: Sequence[Any], ttl: float | None) -> None:
+def renew_together(holds: Sequence[Any], terms: Terms | None) -> None:
     """Extend leases in one request. See ``renew()``."""
-    sent, left = _renew(holds) if ttl is None else _renew_with(holds, ttl)
+    sent, left = _renew(holds) if terms is None else _renew_with(holds, terms)
     for hold in holds:
         record_renewal(hold, sent, left)
 
@@ -73,16 +90,18 @@ def _renew(holds: Sequence[Any]) -> tuple[float, Mapping[str, float]]:
     return sent, holds[0].ask(holds[0].backend.renew, claims)
 
 
-def _renew_with(holds: Sequence[Any], ttl: float) -> tuple[float, Mapping[str, float]]:
-    """Change the ttl of leases, and extend them.
+def _renew_with(
+    holds: Sequence[Any], terms: Terms
+) -> tuple[float, Mapping[str, float]]:
+    """Change the terms of leases, and extend them.
 
     A row may be locked for a moment. Raise LockBackendError if it stays locked.
     """
     first = holds[0]
-    change = partial(_change_ttl, holds, ttl)
+    change = partial(_change, holds, terms)
     refuse_nested()
     for number in range(TRIES):
-        # By the keeper, so that no renewal with the other ttl comes after it. In a
+        # By the keeper, so that no renewal with the other terms comes after it. In a
         # transaction on SQLite, only this thread can write.
         if first.backend.refusal(first.claim) is None:
             sent, left = keeper.run(change, first.backend)
@@ -92,9 +111,9 @@ def _renew_with(holds: Sequence[Any], ttl: float) -> tuple[float, Mapping[str, f
             return sent, left
         time.sleep(0.001 * 2**number)
     raise LockBackendError(
-        f"The lease on {first.lock.key!r} could not be extended to {ttl:g} s, because"
-        " another transaction has locked its row, or a server did not answer. The next"
-        " renewal extends it."
+        f"The lease on {first.lock.key!r} could not be extended to"
+        f" {first.lease.claim.ttl:g} s, because another transaction has locked its row,"
+        " or a server did not answer. The next renewal extends it."
     )
 
 
@@ -110,9 +129,9 @@ def _is_shorter(hold: Any, left: Mapping[str, float]) -> bool:
     return bool(seconds < 0.999 * hold.next_claim().ttl)
 
 
-def _change_ttl(holds: Sequence[Any], ttl: float) -> tuple[float, Mapping[str, float]]:
+def _change(holds: Sequence[Any], terms: Terms) -> tuple[float, Mapping[str, float]]:
     for hold in holds:
-        hold.lease.change_ttl(ttl)
+        hold.lease.change(*terms)
     sent = clock.now()
     claims = [hold.next_claim() for hold in holds]
     return sent, request(holds[0].backend.renew, claims)

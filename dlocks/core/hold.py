@@ -122,16 +122,19 @@ class Hold:
         ensure_sync()
         confirm.check(self._parts[0])
 
-    def renew(self, *, ttl: Duration | None = None) -> None:
+    def renew(
+        self, *, ttl: Duration | None = None, max_hold: Duration | None = None
+    ) -> None:
         """Extend the lease to its ttl from now, or raise LockLost.
 
         With ``ttl``, the lease lasts for that long from now. So does each later
         renewal, in place of the ttl that the hold was acquired with. A lease never
-        exceeds ``max_hold``. In a transaction there is no lease, so this only checks
-        the hold.
+        exceeds ``max_hold``, and a new one counts from now. In a transaction there is
+        no lease, so this only checks the hold.
         """
         ensure_sync()
-        confirm.renew(self._parts[0], confirm.checked_ttl(ttl, self._parts))
+        terms = confirm.checked_terms(ttl, max_hold, self._parts)
+        confirm.renew(self._parts[0], terms)
 
     def release(self, *, failed: bool = False) -> None:
         """Leave the hold once. The last entry to be left releases the key.
@@ -214,8 +217,10 @@ class Hold:
     async def acheck(self) -> None:
         await self._there(self.check)
 
-    async def arenew(self, *, ttl: Duration | None = None) -> None:
-        await self._there(partial(self.renew, ttl=ttl))
+    async def arenew(
+        self, *, ttl: Duration | None = None, max_hold: Duration | None = None
+    ) -> None:
+        await self._there(partial(self.renew, ttl=ttl, max_hold=max_hold))
 
     async def adetach(self, *, within: Duration | None = None) -> str:
         try:
@@ -404,15 +409,17 @@ class MultiHold(Hold):
             for part in self._parts:
                 confirm.check(part)
 
-    def renew(self, *, ttl: Duration | None = None) -> None:
+    def renew(
+        self, *, ttl: Duration | None = None, max_hold: Duration | None = None
+    ) -> None:
         ensure_sync()
-        ttl = confirm.checked_ttl(ttl, self._parts)
+        terms = confirm.checked_terms(ttl, max_hold, self._parts)
         is_pinned = any(part.life.is_pinned for part in self._parts)
         if self.held and self._is_alike and self.scope == "lease" and not is_pinned:
-            confirm.renew_together(self._parts, ttl)
+            confirm.renew_together(self._parts, terms)
         else:
             for part in self._parts:
-                confirm.renew(part, ttl)
+                confirm.renew(part, terms)
 
     def release(self, *, failed: bool = False) -> None:
         """Release the keys of this acquisition. To release again does nothing.

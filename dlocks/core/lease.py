@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from dlocks.backends.base import Backend
-from dlocks.core.policy import LockPolicy
+from dlocks.core.policy import FromSettings, LockPolicy
 from dlocks.runtime import clock
 from dlocks.runtime.clock import FOREVER
 from dlocks.runtime.keeper import keeper
@@ -38,6 +38,8 @@ class Lease:
     changed_at = 0.0
     # Why the last renewal failed, or nothing if it succeeded.
     failure = ""
+    # From when its max_hold counts, in words, if not from the grant.
+    limited_from = ""
 
     def __init__(
         self,
@@ -50,6 +52,8 @@ class Lease:
         ttl = claim.ttl if grant.lease is None else min(grant.lease, claim.ttl)
         self.claim = claim
         self.max_hold = lock.max_hold
+        # That of a claim is not longer than ``max_hold``.
+        self._ttl = backend.ttl if isinstance(lock.ttl, FromSettings) else lock.ttl
         self._renew_every = backend.renew_every
         self.granted_at = clock.now()
         # Counted from before the request, so it always passes before the backend's
@@ -96,15 +100,19 @@ class Lease:
             return self.claim
         return dataclasses.replace(self.claim, ttl=max(ttl, 0.0), late=late)
 
-    def change_ttl(self, ttl: float) -> None:
+    def change(self, ttl: float | None, max_hold: float | None) -> None:
         """Let renewals that are sent from now on last for ``ttl`` seconds.
 
-        A shorter one counts at once. It is certain in any case, even if the reply to
-        its request is lost.
+        ``max_hold`` counts from now. A shorter lease counts at once. It is certain in
+        any case, even if the reply to its request is lost.
         """
-        self.claim = dataclasses.replace(self.claim, ttl=ttl)
         self.changed_at = now = clock.now()
-        self.deadline = min(self.deadline, now + ttl)
+        if max_hold is not None:
+            self.max_hold, self.limited_from = max_hold, " from a renewal"
+            self.last_at = now + max_hold
+        self._ttl = ttl = self._ttl if ttl is None else ttl
+        self.claim = dataclasses.replace(self.claim, ttl=ttl)
+        self.deadline = min(self.deadline, now + ttl, self.last_at)
         if 0.0 < self.renewed_until < FOREVER:
             self.renewed_until = now + ttl
         self.put_off_renewal("")
@@ -147,7 +155,8 @@ class Lease:
         if self.claim.scope == "transaction":
             return "its transaction has ended"
         if clock.now() >= self.last_at:
-            return f"it was held for its max_hold of {self.max_hold:.10g} s"
+            since = self.limited_from
+            return f"it was held for its max_hold of {self.max_hold:.10g} s{since}"
         why = f" (the last renewal failed: {self.failure})" if self.failure else ""
         return f"it was not renewed within its ttl of {self.claim.ttl:g} s{why}"
 

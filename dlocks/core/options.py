@@ -55,7 +55,7 @@ class ViewOptions(_Times, RunOptions, _Shared, total=False):
 LOCK = (*LockOptions.__annotations__, "using")
 KEYS = (*KeyOptions.__annotations__, "using")
 KEY = (*KeyOptions.__annotations__, "busy", "using")
-RUN = ("min_hold", "max_hold", *RunOptions.__annotations__, "using")
+RUN = ("min_hold", "max_hold", "busy", *RunOptions.__annotations__, "using")
 VIEW = ("status", "retry_after", "timeout", *ViewOptions.__annotations__, "using")
 
 # What to use instead of the options of other libraries and of other locks.

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,7 @@ from dlocks import (
     LockLost,
     LockTimeout,
     SingleInstance,
+    current_hold,
     db_lock,
     lock_acquired,
     run_once,
@@ -137,6 +139,106 @@ async def test_a_job_that_starts_itself_runs_once():
     assert await coroutine() == "done"
     assert runs == ["north", "weekly"]
     assert await sync_to_async(job)("north") is await coroutine() is None
+
+
+@pytest.mark.usefixtures("memory_locks")
+async def test_a_skipped_run_is_not_a_job_that_returns_none():
+    """``busy`` says what a skipped run does: an error, or the result of a function."""
+    inner = []
+
+    def skipped(error, region):
+        return type(error), error.key, region
+
+    @run_once("sync:{region}", min_hold=60, busy="raise")
+    def raises(region):
+        with pytest.raises(LockTimeout, match="this thread holds it already"):
+            raises(region)
+        inner.append(region)
+
+    @run_once("async:{region}", min_hold=60, busy=skipped)
+    async def calls(region):
+        inner.append(await calls(region))
+
+    assert await sync_to_async(raises)("north") is None
+    assert await calls("north") is None
+    found = LockTimeout, "async:north", "north"
+    assert inner == ["north", found]
+    # Within min_hold, although the first run has ended.
+    assert await calls("north") == found
+    with pytest.raises(LockTimeout, match="'sync:north' could not be acquired"):
+        await sync_to_async(raises)("north")
+
+
+@pytest.mark.parametrize("using", ["default", "memory"])
+def test_a_job_extends_its_max_hold(using, is_busy):
+    """It counts from the renewal, and has no effect on other runs."""
+    kept = threading.Event()
+
+    @run_once("job", min_hold=0.1, max_hold=1.5, using=using)
+    def job():
+        hold = current_hold()
+        hold.renew(max_hold=timedelta(minutes=1))
+        ends = time.monotonic() + 2
+        while time.monotonic() < ends:
+            time.sleep(0.01)
+        hold.check()
+        assert is_busy("job", using)
+        kept.set()
+        # A shorter one counts, too.
+        hold.renew(max_hold=0.5)
+        eventually(lambda: not hold.held)
+        eventually(lambda: not is_busy("job", using))
+
+    with pytest.raises(LockLost, match=r"its max_hold of 0\.5 s from a renewal"):
+        job()
+    assert kept.is_set()
+
+
+async def test_the_current_hold_is_that_of_the_innermost_decorated_function():
+    """In functions, coroutines, their tasks and calls of ``sync_to_async()``."""
+
+    def keys():
+        with db_lock("block", using="memory"):
+            return current_hold().key
+
+    @db_lock("sync", using="memory")
+    def sync():
+        return keys()
+
+    @db_lock("async:{name}", using="memory", busy="raise")
+    async def coroutine(name):
+        inner = await sync_to_async(sync)()
+        tasks = asyncio.create_task(sync_to_async(keys)()), asyncio.to_thread(keys)
+        async with db_lock("block", using="memory"):
+            keys_here = current_hold().keys
+        return [inner, *await asyncio.gather(*tasks), *keys_here]
+
+    both = await asyncio.gather(coroutine("one"), coroutine("two"))
+    assert both == [["sync", *[f"async:{name}"] * 3] for name in ("one", "two")]
+    with pytest.raises(RuntimeError, match="No function runs here that a lock"):
+        current_hold()
+
+    @db_lock("fails", using="memory")
+    def fails():
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        await sync_to_async(fails)()
+    with pytest.raises(RuntimeError):
+        await sync_to_async(current_hold)()
+
+
+def test_the_current_hold_of_a_command(monkeypatch):
+    class Command(SingleInstance, BaseCommand):
+        lock_key = "command"
+
+        def handle(self, **options):
+            assert current_hold() is self.hold
+            return current_hold().key
+
+    assert call_command(Command(), stdout=io.StringIO()) == "command"
+    with pytest.raises(RuntimeError):
+        current_hold()
 
 
 @pytest.mark.engine("postgresql")
@@ -261,7 +363,7 @@ def test_an_invalid_schedule_is_refused_when_decorating():
     for policy in {"min_hold": 0}, {"min_hold": 60, "max_hold": 59}:
         with pytest.raises(ValueError):
             run_once("nightly", **policy)
-    for policy in {}, {"min_hold": "60"}, {"timeout": 3}, {"ttl": 3}, {"busy": "raise"}:
+    for policy in {}, {"min_hold": "60"}, {"timeout": 3}, {"ttl": 3}:
         with pytest.raises(TypeError):
             run_once("nightly", **({"min_hold": 60} if policy else {}) | policy)
     with pytest.raises(ValueError, match="cannot use scope='transaction'"):

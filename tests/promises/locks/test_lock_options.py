@@ -202,15 +202,19 @@ def test_shared_locks_refuse_unknown_options():
 
 def test_schedules_views_and_commands_refuse_other_options():
     """A schedule never waits, and a view has a response of its own."""
-    for name in ("timeout", "ttl", "busy", "reentrant"):
+    for name in ("timeout", "ttl", "reentrant"):
         with pytest.raises(TypeError) as raised:
             run_once("a", min_hold=1, **{name: 3})
         assert str(raised.value) == (
-            f"run_once() has no option {name!r}. Options: min_hold, max_hold, renew,"
-            " scope, takeover, fair, release_at, on_lost, note, using. It does not"
-            " wait, and skips the job while the key is held. To change that, use"
-            " db_lock() as the decorator."
+            f"run_once() has no option {name!r}. Options: min_hold, max_hold, busy,"
+            " renew, scope, takeover, fair, release_at, on_lost, note, using. It does"
+            " not wait while the key is held. To change that, use db_lock() as the"
+            " decorator."
         )
+    with pytest.raises(
+        ValueError, match=r"^busy must be 'raise', 'skip' or a callable"
+    ):
+        run_once("a", min_hold=1, busy="wait")
     with pytest.raises(TypeError, match="Did you mean 'max_hold'"):
         run_once("a", min_hold=1, maxhold=3)
     with pytest.raises(TypeError) as raised:
