@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar
 
-from django.db import transaction
+from django.db import IntegrityError, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 # functools has a mutex in Python 3.11, which a forked child could find locked.
@@ -26,6 +26,7 @@ from dlocks.backends.base import Backend
 from dlocks.backends.database.checks import check_database
 from dlocks.backends.database.direct import Direct
 from dlocks.backends.database.expiry import Observations
+from dlocks.backends.database.failures import failure_of
 from dlocks.backends.database.history import HistoryTable
 from dlocks.backends.database.holders import Holders
 from dlocks.backends.database.inspector import DatabaseInspector
@@ -210,6 +211,9 @@ class DatabaseBackend(Backend):
         except RowLockedError:
             self.store.refuse_locked_table()
             grant = self.holders.grant_again(claim)
+        except IntegrityError as error:
+            # A trigger or a constraint of the project refuses the row.
+            raise failure_of(error, self.database, self.session.engine) from error
         if grant is None:
             self._refuse(claim)
         return grant

@@ -14,6 +14,7 @@ from django.db import IntegrityError
 from dlocks.backends import table as rules
 from dlocks.backends.base import HEARTBEAT_TIMEOUT
 from dlocks.backends.database.direct import Direct
+from dlocks.backends.database.failures import failure_of
 from dlocks.backends.database.session import RowLockedError
 from dlocks.backends.database.state import RESERVED, Key
 from dlocks.backends.database.store import Store
@@ -53,7 +54,10 @@ class Queue:
             if joined is not None:
                 return joined
             return self._join_by_step(claim, channel, position)
-        except IntegrityError:
+        except IntegrityError as error:
+            if position is None:
+                session = self.session
+                raise failure_of(error, session.database, session.engine) from error
             # Another claim has this position.
             return self.join(claim, channel, None)
         except RowLockedError:

@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 # Seconds for which a step waits for a row that another step has locked.
 ROW_WAIT = 0.05
-# Seconds for which a step creates a row that other callers delete again.
+# Seconds for which a step creates a row that others delete, or draws other numbers.
 ABSENT_FOR = 2.0
 # Seconds of silence after which a queued claim is deleted, and not only skipped.
 DELETE_AFTER = 10.0
@@ -300,7 +300,7 @@ class Store:
             except ChangedError:
                 pass
             except IntegrityError:
-                if not draws:
+                if not draws or time.monotonic() > began + ABSENT_FOR:
                     raise
             except RowLockedError:
                 if engine.limits_waits or time.monotonic() > began + wait:

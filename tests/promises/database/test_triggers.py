@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 from django.db import connection
 
-from dlocks import db_lock
+from dlocks import LockBackendError, db_lock, db_rwlock
 
 
 @pytest.mark.engine("mariadb", "mysql")
@@ -73,3 +73,44 @@ def test_tokens_grow_although_an_insert_is_delayed(threads, until):
             cursor.execute("DROP FUNCTION delay_of_a_test CASCADE")
     assert late.results[0].token > hold.token
     late.results[0].release()
+
+
+# What refuses each claim that is inserted, and what drops that again.
+REFUSE = {
+    "postgresql": (
+        """
+        CREATE FUNCTION refusal_of_a_test() RETURNS trigger LANGUAGE plpgsql AS $$
+        BEGIN
+          RAISE EXCEPTION 'refused by a test' USING ERRCODE = 'check_violation';
+        END $$;
+        CREATE TRIGGER of_a_test BEFORE INSERT ON dlocks_lockclaim FOR EACH ROW
+          EXECUTE FUNCTION refusal_of_a_test()
+        """,
+        "DROP FUNCTION refusal_of_a_test CASCADE",
+    ),
+    "sqlite": (
+        """
+        CREATE TRIGGER of_a_test BEFORE INSERT ON dlocks_lockclaim
+        BEGIN SELECT RAISE(ABORT, 'refused by a test'); END
+        """,
+        "DROP TRIGGER of_a_test",
+    ),
+}
+
+
+@pytest.mark.engine("postgresql", "sqlite")
+@pytest.mark.django_db(transaction=True)
+def test_a_claim_that_a_trigger_refuses_is_an_error(in_other_thread):
+    """It is no contention, and is not requested forever."""
+    create, drop = REFUSE[connection.vendor]
+    busy, shared = db_lock("stock:7", timeout=20), db_rwlock("stock:8").read()
+    with connection.cursor() as cursor:
+        cursor.execute(create)
+    try:
+        with busy, pytest.raises(LockBackendError, match="refused by a test"):
+            in_other_thread(busy.acquire)
+        with pytest.raises(LockBackendError, match="refused by a test"):
+            shared.acquire()
+    finally:
+        with connection.cursor() as cursor:
+            cursor.execute(drop)
