@@ -53,6 +53,7 @@ B = TypeVar("B", covariant=True)
 
 Key = str | Callable[..., str]
 
+# Why a lock decorates nothing that works after its call has returned.
 TOO_LATE = (
     "which would work after the release of the lock. Use 'with db_lock(…)' inside the"
     " function."
@@ -168,7 +169,7 @@ class LockDecorator(Generic[B]):
         """
         if isinstance(function, type):
             return self._view_class(function)
-        refuse_what_has_no_end(function)
+        refuse_undecoratable(function)
         key_of = self.key if callable(self.key) else KeyOfCall(self.key, function)
         return (
             self._asynchronous(function, key_of)
@@ -350,7 +351,7 @@ def _done(function: Any, hold: Any, result: T) -> T:
     return result
 
 
-def refuse_what_has_no_end(function: Any) -> None:
+def refuse_undecoratable(function: Any) -> None:
     """Raise TypeError if the lock would not cover the function's work.
 
     This includes objects that are not functions, and generator functions, which work

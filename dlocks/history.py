@@ -31,9 +31,9 @@ logger = logging.getLogger("dlocks")
 # process loses the records of this time.
 WRITE_EVERY = 2.0
 # Seconds until the next attempt after the database could not be reached.
-TRY_AGAIN = 3.0
+RETRY_AFTER = 3.0
 # Maximum number of buffered records. Further ones are dropped.
-KEPT = 10_000
+MAX_BUFFERED = 10_000
 # Records per statement.
 BATCH = 500
 
@@ -43,7 +43,7 @@ class HistoryBuffer:
 
     def __init__(self, backend: DatabaseBackend) -> None:
         self.backend = backend
-        self._notes: deque[EndedHold] = deque()
+        self._records: deque[EndedHold] = deque()
         self._writing = threading.Lock()
         # Whether a failure or a dropped record has been logged since the last
         # successful write.
@@ -56,17 +56,17 @@ class HistoryBuffer:
             # A TestCase rolls everything back. The keeper would write outside of its
             # transaction.
             return
-        if len(self._notes) >= KEPT:
+        if len(self._records) >= MAX_BUFFERED:
             if not self._dropped:
                 self._dropped = True
                 logger.warning(
                     "The history of DLOCKS[%r] drops holds: %d are unwritten",
                     self.backend.alias,
-                    KEPT,
+                    MAX_BUFFERED,
                 )
             return
         claim = hold.claim
-        finished = EndedHold(
+        ended = EndedHold(
             key=claim.key,
             token=hold.token,
             # Cut to the column's length, as in the other tables. Some engines reject a
@@ -81,7 +81,7 @@ class HistoryBuffer:
             ending=ending,
             database=connection.settings_dict["NAME"],
         )
-        self._notes.append(finished)
+        self._records.append(ended)
         if keeper.is_exiting:
             # The process is about to end, so there is no later write.
             keeper.run(self.write, self.backend)
@@ -96,10 +96,11 @@ class HistoryBuffer:
         """
         with self._writing:
             while True:
-                if not self._notes:
+                if not self._records:
                     break
                 batch = [
-                    self._notes.popleft() for _ in range(min(BATCH, len(self._notes)))
+                    self._records.popleft()
+                    for _ in range(min(BATCH, len(self._records)))
                 ]
                 database = self.backend.connection.settings_dict["NAME"]
                 try:
@@ -112,20 +113,20 @@ class HistoryBuffer:
                         self._failed = True
                         logger.warning("The history could not be written: %s", error)
                     if isinstance(error.__cause__, OperationalError | InterfaceError):
-                        self._notes.extendleft(reversed(batch))
-                        self.backend.runtime.call_later(self.write, TRY_AGAIN)
+                        self._records.extendleft(reversed(batch))
+                        self.backend.runtime.call_later(self.write, RETRY_AFTER)
                         return
                 else:
                     self._failed = self._dropped = False
 
 
-_books: dict[DatabaseBackend, HistoryBuffer] = {}
+_buffers: dict[DatabaseBackend, HistoryBuffer] = {}
 
 
 def flush() -> None:
     """Write all buffered records and wait until that is done. For tests."""
-    for book in list(_books.values()):
-        keeper.run(book.write, book.backend)
+    for buffer in list(_buffers.values()):
+        keeper.run(buffer.write, buffer.backend)
 
 
 class History(Watcher):
@@ -135,8 +136,10 @@ class History(Watcher):
         backend = hold.backend
         if not isinstance(backend, DatabaseBackend) or not backend.history:
             return
-        book = _books.get(backend) or _books.setdefault(backend, HistoryBuffer(backend))
-        book.record(
+        buffer = _buffers.get(backend) or _buffers.setdefault(
+            backend, HistoryBuffer(backend)
+        )
+        buffer.record(
             hold, "F" if how == "released" and hold.has_failed else _ENDINGS[how]
         )
 
@@ -146,4 +149,4 @@ _ENDINGS = {"released": "R", "lost": "L", "detached": "D"}
 
 watchers.append(History())
 # The parent process writes its own records. A forked child must not write them again.
-in_child(_books.clear)
+in_child(_buffers.clear)

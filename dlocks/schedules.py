@@ -203,7 +203,7 @@ class SingleInstance(BaseCommand):
                 _runs.add(run)
                 try:
                     # A command may run for as long as it likes.
-                    self.hold.has_no_limit()
+                    self.hold.allow_long()
                     with running(self.hold):
                         return super().execute(*args, **options)
                 finally:

@@ -374,7 +374,7 @@ def nothing_left_behind(has_failed):
             backend.contended.clear()
     for buffer in history_buffers.values():
         # They would be written during the next test.
-        buffer._notes.clear()
+        buffer._records.clear()
     for one in connections.all(initialized_only=True):
         # A SimpleTestCase leaves Django's own method in the connection, where it hides
         # the method of a class that a later test replaces.

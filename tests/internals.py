@@ -25,7 +25,7 @@ NAMES = {
     "PessimisticBackend": "dlocks.backends.database.strategies:PessimisticBackend",
     "KeyState": "dlocks.backends.table:KeyState",
     "notify": "dlocks.backends.database.notify",
-    "history_buffers": "dlocks.history:_books",
+    "history_buffers": "dlocks.history:_buffers",
     "database": "dlocks.backends.database",
     "strategies": "dlocks.backends.database.strategies",
     "holders": "dlocks.backends.database.holders",

@@ -275,7 +275,7 @@ class Hold:
         """Return whether its work has failed, as far as its callers have said."""
         return any(part.life.state.failed for part in self._parts)
 
-    def has_no_limit(self) -> None:
+    def allow_long(self) -> None:
         """Let a hold last for as long as it likes, without a warning."""
         for part in self._parts:
             part.watch.is_slow = True

@@ -340,7 +340,7 @@ class LeaderElection:
         seconds = self._failures.end_lead()
         return max(seconds, HEAD_START) if self._polls else seconds
 
-    def _tell(self, what: str, hold: Hold) -> None:
+    def _log(self, what: str, hold: Hold) -> None:
         logger.info(
             "%s %r: %s, token %d", what, self.name, hold.claim.holder, hold.token
         )
@@ -414,8 +414,8 @@ class LeaderElection:
 
     def _lead(self, hold: Hold) -> None:
         # The leader holds the key for as long as it runs.
-        hold.has_no_limit()
-        self._tell("Elected", hold)
+        hold.allow_long()
+        self._log("Elected", hold)
         try:
             _call(self.on_elected, hold)
             while True:
@@ -429,7 +429,7 @@ class LeaderElection:
             self._failures.add(hold, error)
         finally:
             self._end_lead(hold)
-            self._tell("Deposed", hold)
+            self._log("Deposed", hold)
             try:
                 _call(self.on_deposed, hold)
             except Exception:
@@ -476,8 +476,8 @@ class LeaderElection:
             await self._apause(delay)
 
     async def _alead(self, hold: Hold) -> None:
-        hold.has_no_limit()
-        self._tell("Elected", hold)
+        hold.allow_long()
+        self._log("Elected", hold)
         work: asyncio.Future[Any] | None = None
         try:
             if self.on_elected is not None:
@@ -496,7 +496,7 @@ class LeaderElection:
         finally:
             self._end_lead(hold)
             cancelled = None if work is None else await _end(work)
-            self._tell("Deposed", hold)
+            self._log("Deposed", hold)
             try:
                 if self.on_deposed is not None:
                     result = self.on_deposed(hold)

@@ -78,7 +78,7 @@ def test_records_wait_for_a_database_that_is_down(monkeypatch, caplog):
     A permanent error loses its batch and no other.
     """
     monkeypatch.setattr(history, "WRITE_EVERY", 3600)
-    monkeypatch.setattr(history, "TRY_AGAIN", 3600)
+    monkeypatch.setattr(history, "RETRY_AFTER", 3600)
     down = Down(monkeypatch, OperationalError("away"))
     for _ in range(3):
         with db_lock("stock:7", using="recorded"):
@@ -104,7 +104,7 @@ def test_records_wait_for_a_database_that_is_down(monkeypatch, caplog):
 
 def test_the_number_of_waiting_records_is_limited(monkeypatch, caplog):
     """Beyond the limit holds are not recorded, with one warning."""
-    monkeypatch.setattr(history, "KEPT", 2)
+    monkeypatch.setattr(history, "MAX_BUFFERED", 2)
     down = Down(monkeypatch, OperationalError("away"))
     for _ in range(5):
         with db_lock("stock:7", using="recorded"):
@@ -126,13 +126,13 @@ def test_records_of_tests_are_not_written_to_another_database(monkeypatch):
     monkeypatch.setattr(history, "WRITE_EVERY", 3600)
     with db_lock("stock:7", using="recorded"):
         pass
-    (book,) = [book for book in history._books.values() if book._notes]
+    (buffer,) = [buffer for buffer in history._buffers.values() if buffer._records]
     settings = connections["default"].settings_dict
     sent = []
     with monkeypatch.context() as patch:
         patch.setattr(HistoryTable, "remember", lambda *args: sent.append(args))
         patch.setitem(settings, "NAME", "the_real_one")
-        book.write()
+        buffer.write()
     assert (sent, records()) == ([], [])
 
 
@@ -141,7 +141,7 @@ class InTestCase(TestCase):
         """A TestCase rolls its holds back, so none is recorded, now or later."""
         with db_lock("stock:7", using="recorded"):
             pass
-        assert not any(book._notes for book in history._books.values())
+        assert not any(buffer._records for buffer in history._buffers.values())
 
 
 @pytest.mark.storage
