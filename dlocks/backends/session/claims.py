@@ -6,8 +6,8 @@ import hashlib
 import logging
 import math
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TypeVar
 
@@ -180,10 +180,11 @@ class Claims(LocalClaims):
         try:
             self._request(entry, session, "try")
         finally:
-            # Without a token, the claim has no lock, or its session has ended.
             if entry.token is None:
                 with self._mutex:
-                    if not waits or entry.leaving:
+                    if entry.in_doubt:
+                        self._end_soon(entry)
+                    elif not waits or entry.leaving:
                         self._forget(entry)
                     elif not entry.gone:
                         session.remove(entry)
@@ -198,23 +199,58 @@ class Claims(LocalClaims):
                 # A caller that cancels the claim marks it before it uses the session.
                 if entry.leaving or entry.session is not session:
                     return
-                others = len(session.at[entry.name]) > 1
+            lock = entry.name, entry.claim.shared
             if entry.claim.shared:
-                again = others and not entry.claim.beside
-                statement += " shared again" if again else " shared"
+                statement += " shared"
+                if not self._is_shared(entry, session):
+                    pass
+                elif entry.claim.beside:
+                    # It passes all waiters. The server counts a second lock.
+                    session.doubted.add(lock)
+                else:
+                    statement += " again"
             on_reply, comment = partial(self._on_reply, entry), comment_of(self, entry)
-            row = session.ask(statement, entry.name, on_reply, comment)
+            with self._in_doubt(entry, session):
+                row = session.ask(statement, entry.name, on_reply, comment)
             if row is not None and (row[0] is not None or not entry.waiting):
                 return
             # The engine may have granted the key before it cancelled the statement.
-            if others:
-                raise SessionDiedError("it may have one shared lock too many")
+            session.doubted.add(lock)
             entry.interrupted = True
             self._free(entry, session)
         if not entry.waiting:
             raise LockBackendError(
                 f"A lock request to database {self.database!r} was cancelled."
             )
+
+    @staticmethod
+    def _is_shared(entry: Entry, session: Session) -> bool:
+        """Return whether another claim shares the session's lock of a key."""
+        return any(
+            one.claim.shared and one.token is not None and one is not entry
+            for one in list(session.at.get(entry.name, ()))
+        )
+
+    @contextmanager
+    def _in_doubt(self, entry: Entry, session: Session) -> Iterator[None]:
+        """Let an interrupted request be followed by a release of its lock."""
+        try:
+            yield
+        except (SessionDiedError, LockBackendError, ImproperlyConfigured):
+            raise
+        except BaseException:
+            if session.wrapper is not None:
+                session.doubted.add((entry.name, entry.claim.shared))
+                entry.in_doubt = True
+            raise
+
+    def _end_soon(self, entry: Entry) -> None:
+        """Let the maintenance thread release a claim, if its caller does not.
+
+        The caller of this method holds the mutex.
+        """
+        entry.leaving, entry.ends_at = True, clock.now()
+        self._maintain_from(entry.ends_at)
 
     def _on_reply(self, entry: Entry, row: Row | None) -> None:
         if row is not None and row[0]:
@@ -240,13 +276,20 @@ class Claims(LocalClaims):
         try:
             with session.mutex:
                 # Another thread may have released it meanwhile.
-                had = not entry.gone and entry.token is not None
+                had = not entry.gone and (entry.token is not None or entry.in_doubt)
                 had = had and self._free(entry, session)
                 with self._mutex:
                     self._forget(entry)
         except SessionDiedError as error:
             self._close_session(session, error)
             return False
+        except LockBackendError:
+            raise
+        except BaseException:
+            session.doubted.add((entry.name, entry.claim.shared))
+            with self._mutex:
+                self._end_soon(entry)
+            raise
         self._advance()
         return had
 
@@ -259,13 +302,22 @@ class Claims(LocalClaims):
                     self._ask_main("cancel", session.identity)
 
     def _free(self, entry: Entry, session: Session) -> bool:
-        shared = entry.claim.shared
-        # An administrator may cancel any statement. A second release of a shared lock
-        # could free that of another claim.
-        for _ in range(1 if shared else 2):
-            row = session.ask("free shared" if shared else "free", entry.name)
-            if row is not None:
-                return bool(row[0])
+        """Release the session's lock of a key, and return whether it had the lock."""
+        lock = entry.name, entry.claim.shared
+        if entry.claim.shared and self._is_shared(entry, session):
+            # The last one releases it.
+            return True
+        was_doubted = lock in session.doubted
+        for _ in range(5):
+            with self._in_doubt(entry, session):
+                row = session.ask("free shared" if lock[1] else "free", entry.name)
+            if row is None:
+                # An administrator may cancel any statement.
+                session.doubted.add(lock)
+            elif not row[0] or lock not in session.doubted:
+                was_doubted = was_doubted or lock in session.doubted
+                session.doubted.discard(lock)
+                return was_doubted or bool(row[0])
         raise SessionDiedError("the release of a lock was cancelled")
 
     def _forget(self, entry: Entry) -> None:

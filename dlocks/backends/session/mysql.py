@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import secrets
+from contextlib import suppress
 from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
 from django.db.utils import Error
 
-from dlocks.backends.session.sessions import Session
+from dlocks.backends.session.sessions import Session, SessionDiedError
 from dlocks.runtime.greenlets import threads_are_green
 from dlocks.runtime.polling import ready
 
@@ -118,6 +119,13 @@ class MySQLSession(Session):
             f"SET SESSION time_zone = '+00:00', {endless} = 0, wait_timeout = %s",
             (self.idle_setting(self.idle),),
         )
+
+    def read_rest(self) -> None:
+        if threads_are_green():
+            raise SessionDiedError("a greenlet was killed during a request")
+        # An error says that there is nothing to read.
+        with suppress(Error), self.wrapper.wrap_database_errors:
+            self.wrapper.connection.store_result()
 
     def code(self, error: Error) -> str:
         return str((*error.args, 0)[0])

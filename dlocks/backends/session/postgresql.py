@@ -58,12 +58,9 @@ class PostgreSQLSession(Session):
     statements = {
         "try": _granted(f"pg_try_advisory_lock({_NAME})"),
         "try shared": _granted(f"pg_try_advisory_lock_shared({_NAME})"),
-        # The server would grant another share to a session that has one, even ahead of
-        # waiters.
-        "try shared again": (
-            f"SELECT CASE WHEN NOT EXISTS (SELECT FROM pg_locks WHERE NOT granted AND"
-            f" {_THIS}) THEN CASE WHEN pg_try_advisory_lock_shared({_NAME}) THEN"
-            f" {TICKS['postgresql']} END END"
+        # The session has this lock already. Others may wait for its release.
+        "try shared again": _granted(
+            f"NOT EXISTS (SELECT FROM pg_locks WHERE NOT granted AND {_THIS})"
         ),
         "wait": _slice("pg_advisory_lock"),
         "wait shared": _slice("pg_advisory_lock_shared"),
@@ -157,6 +154,11 @@ class PostgreSQLSession(Session):
             block = ClientCursor(connection).execute(sql, values)
             block.nextset()
             return block.fetchone()
+
+    def read_rest(self) -> None:
+        # psycopg itself does this after a KeyboardInterrupt only.
+        while self.wrapper.connection.pgconn.get_result() is not None:
+            pass
 
     def code(self, error: Error) -> str:
         # Without a state, the error is not the server's.

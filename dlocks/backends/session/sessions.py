@@ -45,6 +45,8 @@ class Entry(LocalEntry):
     session: Session | None = None
     # Whether the server has cancelled its wait.
     interrupted: bool = False
+    # Whether a request was interrupted, so that the server may have granted it.
+    in_doubt: bool = False
 
 
 class Session:
@@ -72,6 +74,8 @@ class Session:
     identify: Callable[[], None]
     # Configure the session for locks.
     begin: Callable[[], None]
+    # Read what is left of the reply to an interrupted statement, if there is any.
+    read_rest: Callable[[], None]
     # The session's number, or 0 until it is connected, and the one that was reported at
     # first. A pooler invents it.
     pid: int = 0
@@ -89,6 +93,11 @@ class Session:
         self.wrapper: Any = None
         self.dead = False
         self.is_asking = False
+        # Whether a request was interrupted before its reply was read, and the locks
+        # that the server may have granted or released without a reply. Each is a name,
+        # and whether it is shared.
+        self.is_unread = False
+        self.doubted: set[tuple[str | int, bool]] = set()
         self.at: dict[str | int, list[Entry]] = {}
         # When the last statement was sent that the server has answered, and when its
         # reply was read.
@@ -125,15 +134,14 @@ class Session:
                     self.connect()
                 if self.dead:
                     raise SessionDiedError("it was closed")
+                if self.is_unread:
+                    self.read_rest()
                 sent = clock.now()
                 row = self._reply(comment + self.statements[statement], value, sent)
                 if on_reply is not None:
                     on_reply(row)
                 return row
-            except (LockBackendError, ImproperlyConfigured):
-                raise
-            except BaseException:
-                # After an interrupt, it is unknown what the server has done.
+            except SessionDiedError:
                 self.dead = True
                 raise
             finally:
@@ -143,9 +151,11 @@ class Session:
 
     def _reply(self, sql: str, value: object, sent: float) -> Row | None:
         row: Row | None = None
+        self.is_unread = True
         try:
             row = self.first_row(sql, {"value": value})
         except Error as error:
+            self.is_unread = False
             code = self.code(error)
             if code.startswith(self.ended):
                 raise SessionDiedError(str(error).strip()) from error
@@ -153,6 +163,7 @@ class Session:
                 raise LockBackendError(
                     f"Database {self.database!r} rejected a lock statement: {error}"
                 ) from error
+        self.is_unread = False
         self.stood_at, self.used_at = sent, clock.now()
         return row
 

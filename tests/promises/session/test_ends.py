@@ -17,6 +17,7 @@ from dlocks import LockBackendError, LockLost, db_lock
 from dlocks.backends.session import SessionBackend
 from dlocks.values import Claim
 from tests import jobs
+from tests.for_each import for_each
 from tests.promises.session.server import (
     POSTGRESQL,
     SERVERS,
@@ -185,27 +186,46 @@ def test_check_detects_an_ended_session_at_once(sessions):
         held.release()
 
 
-def test_an_interrupted_acquire_leaves_no_lock(proxy, observer, threads, until):
-    """It is unknown what the server has done, so the session ends with all holds."""
-    lost = threading.Event()
-    other = lock("another", on_lost=lambda hold: lost.set()).acquire()
+class TimeLimitError(Exception):
+    """What a task queue raises in its signal handler."""
+
+
+@for_each("error", [KeyboardInterrupt, TimeLimitError])
+@for_each("request", ["acquire", "release"])
+def test_an_interrupted_request_ends_no_other_hold(
+    error, request, proxy, observer, threads, until, elsewhere
+):
+    """It is unknown what the server has done. The next requests find out."""
+    other, mine = lock("another").acquire(), None
     main = threading.main_thread().ident
 
+    def handler(*_):
+        raise error
+
     def interrupt():
-        until(lambda: observer.holder("stock:7"))
-        signal.pthread_kill(main, signal.SIGINT)
+        until(lambda: (observer.holder("stock:7") is None) == (request == "release"))
+        signal.pthread_kill(main, signal.SIGUSR1)
         proxy.late.clear()
 
-    proxy.late.set()
-    interrupting = threads(interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        lock().acquire()
-    interrupting.join(30)
-    assert lost.wait(10)
-    with pytest.raises(LockLost):
-        other.release()
-    with lock(timeout=5), lock("another", timeout=5):
-        pass
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        if request == "release":
+            mine = lock().acquire()
+        proxy.late.set()
+        interrupting = threads(interrupt)
+        with pytest.raises(error):
+            (lock().acquire if mine is None else mine.release)()
+        interrupting.join(30)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    other.check()
+    assert elsewhere.call(jobs.try_once, "another", using="session") is None
+    until(lambda: elsewhere.call(jobs.try_once, "stock:7", using="session"))
+    with lock(timeout=5):
+        other.check()
+    other.release()
+    for key in ("stock:7", "another"):
+        assert elsewhere.call(jobs.try_once, key, using="session")
 
 
 @POSTGRESQL

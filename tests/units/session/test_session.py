@@ -10,7 +10,7 @@ import threading
 import pytest
 from django.db import connection
 
-from dlocks import LockBackendError, LockLost
+from dlocks import LockBackendError
 from tests import jobs
 from tests.for_each import for_each
 from tests.internals import Claim, SessionBackend, backends, disconnect
@@ -314,7 +314,7 @@ def test_a_key_granted_with_its_cancellation_is_released(
 
     def cancel(self, sql, values=None):
         row = first_row(self, sql, values)
-        if sql == self.statements["wait"] and not cancelled:
+        if sql.endswith(self.statements["wait"]) and not cancelled:
             cancelled.append(row)
             return None
         return row
@@ -385,9 +385,8 @@ def test_a_timeout_does_not_cancel_an_unrelated_statement(
 def test_an_interrupted_request_leaves_no_lock(
     statement, monkeypatch, backend, until, is_free
 ):
-    """It is unknown what the server has done, so the session ends with all holds."""
-    lost = threading.Event()
-    another = lock("another", on_lost=lambda hold: lost.set()).acquire()
+    """It is unknown what the server has done. Other holds go on."""
+    another = lock("another").acquire()
     kind = type(backend._session_for())
     first_row = kind.first_row
 
@@ -401,9 +400,8 @@ def test_an_interrupted_request_leaves_no_lock(
     monkeypatch.setattr(kind, "first_row", interrupted)
     with pytest.raises(KeyboardInterrupt), lock():
         pass
-    assert lost.wait(10)
-    with pytest.raises(LockLost):
-        another.release()
     until(is_free)
-    with lock(timeout=5), lock("another", timeout=5):
-        pass
+    another.check()
+    with lock(timeout=5):
+        another.release()
+    assert not backend._entries
