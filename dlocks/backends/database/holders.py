@@ -372,25 +372,27 @@ class Holders:
         own = self.store.peek(claim.key)
         mine = own is not None and own.row.owner == claim.owner
         row = self.queue.row_of(claim)
+        is_share = row is not None and row.version is not None
+        live = is_share and (
+            row.end_time > row.now or self.store.observations is not None
+        )
         if self.session.engine.one_writer:
             # A claim that holds nothing need not leave. It is skipped soon in any case.
-            holds = mine or (row is not None and row.version is not None)
-            if status == "F" and not holds:
+            if status == "F" and not (mine or is_share):
                 raise LockBackendError(
                     f"The single writer of database {self.session.database!r} is busy."
                 )
         elif row is not None:
             # The next step that locks the lock row counts the remaining claims.
             if not keep and self.queue.delete(claim):
-                return row.version is not None and (
-                    row.end_time > row.now or self.store.observations is not None
-                )
+                return live
         elif not mine:
             return False
-        lapsed = not mine or (own is not None and own.state.expires_in(own.at) <= 0)
-        if clock.real_now() <= began + (LAPSED_WAIT if lapsed else LIVE_WAIT):
+        if mine and own is not None:
+            live = own.state.expires_in(own.at) > 0
+        if clock.real_now() <= began + (LIVE_WAIT if live else LAPSED_WAIT):
             return None
-        if lapsed:
+        if not live:
             # A transaction that is still open is taking the key over.
             return False
         raise self.locked(claim.key)

@@ -18,8 +18,17 @@ NORMAL = 1
 
 
 @contextmanager
-def writer_limits(connection: BaseDatabaseWrapper, *, flush: bool) -> Iterator[None]:
-    """Limit how long SQLite waits for its single writer, and its flushes."""
+def writer_limits(
+    connection: BaseDatabaseWrapper, *, flush: bool = True, writes: bool = True
+) -> Iterator[None]:
+    """Limit how long SQLite waits for its single writer, and its flushes.
+
+    What only reads waits for as long as its connection says, usually 5 s. It has to
+    wait only while the writer commits, and has no other way to go on.
+    """
+    if not writes:
+        yield
+        return
     raw: Any = connection.connection
     unless = connection.Database.Error  # type: ignore[attr-defined]
     # These statements restore the settings. An empty one does nothing.

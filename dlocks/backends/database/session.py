@@ -215,7 +215,7 @@ class Session:
         If it is held up all the same, a table is locked. Raise TableLockedError.
         """
         try:
-            return self.run(work, *arguments)
+            return self.run(work, *arguments, writes=False)
         except RowLockedError as error:
             raise TableLockedError(
                 f"A lock request to database {self.database!r} was cancelled:"
@@ -418,12 +418,12 @@ class Session:
 
     # Errors.
 
-    def run(self, work: Callable[..., T], *arguments: Any, flush: bool = True) -> T:
+    def run(self, work: Callable[..., T], *arguments: Any, **limits: bool) -> T:
         """Call ``work``, and retry it after lost races and lost connections.
 
         It is one statement or one transaction, and may be executed twice. Raise
         RowLockedError if another transaction has locked a row, and LockBackendError for
-        other errors.
+        other errors. ``limits`` are those of ``writer_limits()``.
         """
         connection = self.connection
         inside = in_transaction(connection)
@@ -433,9 +433,11 @@ class Session:
         while True:
             session = connection.connection
             try:
-                limits = self._limited_writer(connection, inside, flush)
+                limited: AbstractContextManager[None] = nullcontext()
+                if self.engine.one_writer and not inside:
+                    limited = writer_limits(connection, **limits)
                 # The ORM closes cursors without wrapping errors.
-                with connection.wrap_database_errors, limits:
+                with connection.wrap_database_errors, limited:
                     return work(*arguments)
             except IntegrityError:
                 raise
@@ -545,13 +547,6 @@ class Session:
     def _failure(self, error: Error, *, was_sent: bool = True) -> LockBackendError:
         engine = vars(self).get("engine")
         return failure_of(error, self.database, engine, was_sent=was_sent)
-
-    def _limited_writer(
-        self, connection: BaseDatabaseWrapper, inside: bool, flush: bool
-    ) -> AbstractContextManager[object]:
-        if connection.vendor != "sqlite" or inside:
-            return nullcontext()
-        return writer_limits(connection, flush=flush)
 
 
 @cache

@@ -10,12 +10,13 @@ import pytest
 from django.db import connection, transaction
 from django.test.utils import CaptureQueriesContext
 
-from dlocks import LockTimeout, db_lock, db_rwlock
+from dlocks import LockTimeout, db_lock, db_rwlock, db_semaphore
 from dlocks.backends.database import PessimisticBackend
 from dlocks.models import LockClaim, ResourceLock
 from dlocks.values import Claim
 from tests import jobs
 from tests.for_each import for_each
+from tests.scripts import run_python
 from tests.settings import ENGINE
 from tests.timing import in_time
 
@@ -27,6 +28,35 @@ pytestmark = [
 # Where the strategies have the code in common, each engine tests one of them.
 ONE = {"postgresql": "default", "mariadb": "optimistic"}.get(ENGINE, "insert")
 SERVERS = pytest.mark.engine("postgresql", "mariadb", "mysql")
+# A project with Django's defaults, whose file no other connection can read meanwhile.
+UNREADABLE = """
+import sqlite3, threading
+from django.conf import settings
+file = {"ENGINE": "django.db.backends.sqlite3", "NAME": "shop.sqlite3"}
+settings.configure(DATABASES={"default": file}, INSTALLED_APPS=["dlocks"])
+import django
+django.setup()
+from django.core.management import call_command
+from dlocks import db_semaphore
+
+call_command("migrate", verbosity=0)
+other = sqlite3.connect(
+    "shop.sqlite3", isolation_level=None, check_same_thread=False
+)
+
+def for_a_second(work):
+    other.execute("BEGIN EXCLUSIVE")
+    timer = threading.Timer(1.0, other.execute, ["COMMIT"])
+    timer.start()
+    result = work()
+    timer.join()
+    return result
+
+permit = db_semaphore("stock:7", 1, timeout=30)
+hold = for_a_second(permit.acquire)
+for_a_second(hold.release)
+print(permit.locked())
+"""
 # Seconds of the first lease of a waiter.
 HANDOVER_LEASE = 1.5
 
@@ -348,3 +378,27 @@ def test_a_waiter_that_joins_during_a_guarded_transaction_is_next(
     assert other.hear() > hold.token
     other.tell()
     assert other.hear() == "released"
+
+
+@pytest.mark.engine("sqlite")
+def test_a_key_is_acquired_and_released_while_its_file_is_unreadable(tmp_path):
+    """With a rollback journal, each commit keeps readers away for a moment."""
+    done = run_python("-c", UNREADABLE, cwd=tmp_path)
+    assert done.stdout == "False\n", done.stderr
+
+
+@pytest.mark.engine("sqlite")
+def test_a_permit_is_released_after_a_long_write_of_another_program(workers):
+    """The permit is neither lost nor kept from others until its lease ends."""
+    (other,) = workers(1)
+    permit = db_semaphore("stock:7", 1, timeout=0)
+    jobs.token_of(db_lock("stock:8"))
+    with permit:
+        other.start(jobs.lock_row, "stock:8")
+        assert other.hear() == "locked"
+        timer = threading.Timer(4.0, other.tell)
+        timer.start()
+    timer.join()
+    assert other.hear() == "unlocked"
+    with permit as hold:
+        assert not hold.takeover
