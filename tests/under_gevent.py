@@ -12,7 +12,8 @@ import django
 import gevent
 from django.db import connections
 
-from dlocks import LockTimeout, db_lock
+from dlocks import LockError, LockTimeout, db_lock, shutdown
+from dlocks.testing import held_elsewhere, undo_shutdown
 
 GREENLETS, TURNS = 8, 3
 
@@ -76,7 +77,27 @@ def main(using):
         print("beside", gevent.spawn(ask).get(timeout=30))
     with db_lock("forgotten", using=using, timeout=20):
         print("forgotten", forgotten.held)
+    print("ended", ended(using))
     connections.close_all()
+
+
+def ended(using):
+    """Let a shutdown end the wait of a greenlet, and return its error."""
+
+    @apart
+    def wait():
+        try:
+            db_lock("ended", using=using, timeout=None).acquire()
+        except LockError as error:
+            return type(error).__name__
+
+    with held_elsewhere("ended", using=using):
+        waiting = gevent.spawn(wait)
+        time.sleep(0.5)
+        shutdown()
+        found = waiting.get(timeout=30)
+    undo_shutdown()
+    return found
 
 
 os.environ["DJANGO_SETTINGS_MODULE"] = "tests.settings"

@@ -137,7 +137,10 @@ class Acquisition:
         yield self.cancel
 
     def _shut_down(self) -> LockShutDown:
-        return explain.shut_down_error(self.lock.key, clock.now() - self.began)
+        """Return the error, which names the key that was waited for."""
+        missing = (one for one in self.attempts if not one.is_granted)
+        lock = next(missing, self.attempts[-1]).lock
+        return explain.shut_down_error(lock.key, clock.now() - self.began)
 
     def _try(self) -> Any:
         """Request the missing keys. Return DONE, or the seconds until the next try.

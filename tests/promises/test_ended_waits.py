@@ -22,6 +22,7 @@ from dlocks import (
 from dlocks.asgi import release_at_shutdown
 from dlocks.testing import held_elsewhere, undo_shutdown
 from tests.scripts import run_python
+from tests.settings import DLOCKS
 from tests.timing import eventually
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -86,7 +87,7 @@ def test_a_shutdown_ends_the_waits_of_all_threads_and_tasks(using, threads):
             thread.join(30)
         errors = [thread.results[0] for thread in waiting]
         assert {type(error) for error in errors} == {LockShutDown}
-        assert {error.key for error in errors} == {"stock:7", "free, stock:7"}
+        assert {error.key for error in errors} == {"stock:7"}
         assert not key.waiters()
         assert not db_lock("free", using=using).locked()
     assert not key.locked()
@@ -122,6 +123,18 @@ def test_a_wait_in_a_transaction_ends(threads):
         thread.join(30)
         assert type(thread.results[0]) is LockShutDown
         eventually(lambda: not lock.waiters())
+
+
+@pytest.mark.skipif("session" not in DLOCKS, reason="SQLite has no session locks")
+def test_a_wait_in_the_queue_of_the_engine_ends(threads, is_busy):
+    hold = db_lock("stock:7", using="session").acquire()
+    lock = db_lock("stock:7", using="session", timeout=None)
+    thread = threads(lambda: error_of(in_block, lock))
+    eventually(hold.queue_length)
+    shutdown()
+    thread.join(30)
+    assert type(thread.results[0]) is LockShutDown
+    assert not is_busy("stock:7", "session")
 
 
 @pytest.mark.front

@@ -30,6 +30,7 @@ def test_greenlets_exclude_each_other():
             "renewed True",
             "beside busy",
             "forgotten False",
+            "ended LockShutDown",
         ]
         * 2
     )
