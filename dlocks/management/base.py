@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
@@ -75,20 +73,23 @@ class LockCommand(BaseCommand):
     @no_translations
     def handle(self, *args: Any, **options: Any) -> None:
         backend = self._backend(options["using"])
-        undo = _savepoint_in(backend.database)
+        database, savepoint = backend.database, None
         try:
-            _commit_each_statement(backend.database)
+            if database and connections[database].in_atomic_block:
+                # No error must abort the caller's transaction.
+                savepoint = transaction.savepoint(using=database)
+            _commit_each_statement(database)
             self.work(backend, **options)
         except (LockBackendError, Error) as error:
-            undo()
+            _roll_back(savepoint, database)
             if is_unmigrated(error):
                 cause = (
                     error.__cause__ if isinstance(error, LockBackendError) else error
                 )
                 what = str(cause).partition("\n")[0]
                 raise CommandError(
-                    f"Database {backend.database!r} is not migrated ({what})."
-                    f" {how_to_migrate(backend.database)}"
+                    f"Database {database!r} is not migrated ({what})."
+                    f" {how_to_migrate(database)}"
                 ) from error
             raise CommandError(str(error)) from error
 
@@ -113,15 +114,14 @@ class LockCommand(BaseCommand):
         return backend
 
 
-def _savepoint_in(database: str) -> Callable[[], object]:
-    """Set a savepoint in a caller's transaction, which no error must abort.
-
-    Return the function that undoes what was done since.
-    """
-    if not database or not connections[database].in_atomic_block:
-        return lambda: None
-    here = transaction.savepoint(using=database)
-    return partial(transaction.savepoint_rollback, here, using=database)
+def _roll_back(savepoint: str | None, database: str) -> None:
+    """Undo what was done in a caller's transaction since a savepoint."""
+    if savepoint is not None:
+        try:
+            transaction.savepoint_rollback(savepoint, using=database)
+        except Error:
+            # The server has ended the whole transaction, or the session.
+            transaction.set_rollback(True, using=database)
 
 
 def _commit_each_statement(database: str) -> None:

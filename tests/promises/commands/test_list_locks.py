@@ -11,12 +11,13 @@ import sys
 from datetime import UTC, datetime, timedelta
 
 import pytest
-from django.db import transaction
+from django.db import connection, transaction
 
 from dlocks import db_lock, db_rwlock
 from dlocks.models import ResourceLock
 from dlocks.testing import abandoned
-from tests import rows
+from tests import jobs, rows
+from tests.for_each import for_each
 from tests.promises.commands.running import lines, listed, refused, run
 from tests.promises.interposed import REPORTING, Reporting
 
@@ -362,3 +363,24 @@ def test_an_alias_without_a_list_says_why(command, settings):
         yes = ["--yes", "--reason", "tests"] * (command[0] == "clear_lock")
         run(*command, "--using", alias, *yes)
         ResourceLock.objects.all().delete()
+
+
+@pytest.mark.engine("postgresql", "mariadb", "mysql")
+@pytest.mark.django_db(transaction=True)
+@for_each("moment", ["SAVEPOINT", "SELECT"])
+def test_a_command_reports_that_the_transaction_of_its_caller_is_lost(moment, workers):
+    """The session is lost before the command's savepoint, or after it."""
+    (other,) = workers(1)
+    killed = []
+
+    def kill(execute, sql, *arguments):
+        if not killed and sql.startswith(moment):
+            killed.append(other.call(jobs.kill_other_sessions))
+        return execute(sql, *arguments)
+
+    with transaction.atomic():
+        assert not ResourceLock.objects.exists()
+        with connection.execute_wrapper(kill):
+            refused("list_locks")
+        assert killed
+        transaction.set_rollback(True)
