@@ -29,6 +29,7 @@ from django.core.management import (
     load_command_class,
 )
 from django.db import transaction
+from django.dispatch import receiver
 
 from dlocks import (
     LockBackendError,
@@ -38,6 +39,7 @@ from dlocks import (
     current_hold,
     db_lock,
     lock_acquired,
+    lock_timeout,
     run_once,
 )
 from dlocks.models import ResourceLock
@@ -119,18 +121,27 @@ async def test_a_clock_skew_below_min_hold_does_not_run_a_job_twice(
 
 
 async def test_a_job_that_starts_itself_runs_once():
-    """The inner run returns None, and the outer one keeps the key."""
-    runs = []
+    """The inner run returns None, and the outer one keeps the key.
+
+    The inner one is a timeout like that of another node. The job can ask for its lock.
+    """
+    runs, refused = [], []
+
+    @receiver(lock_timeout)
+    def on_timeout(lock, holder, **kwargs):
+        refused.append((lock.key, holder is not None))
 
     @run_once("nightly:{region}", min_hold=60)
     def job(region):
         runs.append(region)
+        current_hold().check()
         assert job(region) is None
         return "done"
 
     @run_once("weekly", min_hold=60)
     async def coroutine():
         runs.append("weekly")
+        assert db_lock("weekly").held()
         assert await coroutine() is None
         assert await asyncio.create_task(coroutine()) is None
         return "done"
@@ -138,6 +149,7 @@ async def test_a_job_that_starts_itself_runs_once():
     assert await sync_to_async(job)("north") == "done"
     assert await coroutine() == "done"
     assert runs == ["north", "weekly"]
+    assert refused == [("nightly:north", True), ("weekly", True), ("weekly", True)]
     assert await sync_to_async(job)("north") is await coroutine() is None
 
 
