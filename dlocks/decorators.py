@@ -195,7 +195,7 @@ class LockDecorator(Generic[B]):
                             " after the release of the lock. Make it an 'async def', or"
                             " mark it with asgiref.sync.markcoroutinefunction()."
                         )
-                    return _done(function, hold, result)
+                    return _checked(function, hold, result)
             except (LockTimeout, LockNotAwaitable) as error:
                 # A LockTimeout from the function itself concerns another lock.
                 if entered or self.busy == "raise":
@@ -222,7 +222,7 @@ class LockDecorator(Generic[B]):
                     entered = True
                     with running(hold):
                         result = await function(*args, **kwargs)
-                    return _done(function, hold, result)
+                    return _checked(function, hold, result)
             except (LockTimeout, LockNotAwaitable) as error:
                 if entered or self.busy == "raise":
                     raise
@@ -337,7 +337,7 @@ def refuse_bare(name: str, key: Any) -> None:
         )
 
 
-def _done(function: Any, hold: Any, result: T) -> T:
+def _checked(function: Any, hold: Any, result: T) -> T:
     """Return the result of a call, and extend the hold to a streaming response.
 
     Raise TypeError for a generator or a context manager, which works after the call has

@@ -202,7 +202,7 @@ class SingleInstance(BaseCommand):
                     )
                 _runs.add(run)
                 try:
-                    # A command may run for as long as it likes.
+                    # A run of any length is normal.
                     self.hold.allow_long()
                     with running(self.hold):
                         return super().execute(*args, **options)

@@ -276,7 +276,7 @@ class Hold:
         return any(part.life.state.failed for part in self._parts)
 
     def allow_long(self) -> None:
-        """Let a hold last for as long as it likes, without a warning."""
+        """Do not warn of a long hold."""
         for part in self._parts:
             part.watch.is_slow = True
 

@@ -413,7 +413,7 @@ class LeaderElection:
             self._pause(delay)
 
     def _lead(self, hold: Hold) -> None:
-        # The leader holds the key for as long as it runs.
+        # A lead of any length is normal.
         hold.allow_long()
         self._log("Elected", hold)
         try:

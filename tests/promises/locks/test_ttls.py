@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from datetime import timedelta
@@ -15,6 +16,7 @@ from dlocks.testing import lose
 from tests.for_each import for_each
 from tests.promises.locks.keys import is_taken
 from tests.sync_and_async import sync_and_async
+from tests.timing import eventually
 
 pytest_plugins = ["tests.promises.stops"]
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -58,6 +60,53 @@ def test_the_lease_is_renewed_as_often_as_its_new_ttl_needs(using, in_other_thre
         hold.check()
         assert hold.remaining <= 1.5
         assert is_taken("stock:7", using)
+
+
+@EVERY
+@sync_and_async
+async def test_a_new_max_hold_counts_from_now(do, using):
+    """For one key and for several. The lease then has the whole ttl of its lock."""
+    options = {"using": using, "ttl": 30, "max_hold": 6}
+    for keys in ["stock:7"], ["a", "b"]:
+        hold = await do.ask(db_lock(*keys, **options), "acquire")
+        assert hold.remaining <= 6
+        for terms, most in (
+            ({"max_hold": timedelta(minutes=1)}, 30),
+            ({"max_hold": 12}, 12),
+            ({}, 12),
+            ({"max_hold": 60, "ttl": 20}, 20),
+        ):
+            await do.ask(hold, "renew", **terms)
+            assert most - 5 < hold.remaining <= most
+            for left in await do.sync(left_for_others, *keys, using=using):
+                assert hold.remaining <= left + 0.1
+                assert left <= most
+        await do.ask(hold, "release")
+
+
+@pytest.mark.front
+def test_a_wrong_max_hold_is_refused_before_any_request(django_assert_num_queries):
+    with db_lock("stock:7", max_hold=60) as hold, django_assert_num_queries(0):
+        for wrong in 0, -1, "60", math.nan, True:
+            with pytest.raises((TypeError, ValueError), match="max_hold"):
+                hold.renew(max_hold=wrong)
+
+
+@pytest.mark.front
+def test_a_new_max_hold_in_a_guarded_transaction_and_in_the_next_process():
+    """A guarded transaction keeps the key beyond it, and the lease ends after it."""
+    lock = db_lock("stock:7", using="memory", ttl=300, max_hold=600)
+    text = lock.acquire().detach()
+    hold = resume_hold(text)
+    hold.renew(max_hold=3600)
+    again = resume_hold(hold.detach())
+    assert 3590 < again.lock.max_hold <= 3600
+    again.release()
+    with pytest.raises(LockLost, match="its max_hold of 0.3 s"):
+        with db_lock("stock:7", max_hold=60) as hold:
+            with hold.atomic():
+                hold.renew(max_hold=0.3)
+            eventually(lambda: not hold.held)
 
 
 @EVERY
