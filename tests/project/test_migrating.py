@@ -31,7 +31,6 @@ from dlocks import (
 from dlocks.optimistic import AddVersionTrigger, VersionedModel, VersionField
 from dlocks.testing import abandoned, frozen_clock, override_locks
 from tests import servers
-from tests.promises.backends.others import client_of
 
 pytestmark = [
     pytest.mark.once,
@@ -174,9 +173,13 @@ async def test_coroutines_lock_with_redis_py(redis_server):
 
 @pytest.fixture(scope="module")
 def zookeeper():
-    pytest.importorskip("kazoo")
-    with servers.ZooKeeper(**servers.BRISK) as server, client_of(server.port) as client:
+    client = pytest.importorskip("kazoo.client")
+    with servers.ZooKeeper(**servers.BRISK) as server:
+        client = client.KazooClient(f"127.0.0.1:{server.port}")
+        client.start()
         yield client
+        client.stop()
+        client.close()
 
 
 def test_a_nested_lock_of_kazoo_is_busy(zookeeper, threads, until):
