@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime
 from typing import Any, Self
 
 from django.db import models
@@ -30,8 +31,8 @@ from dlocks.values import KEY_LENGTH, Kept
 class LockState(models.TextChoices):
     """The state of a lock row, as shown to people.
 
-    Changes by an open transaction are not visible. An expired lease that it keeps is
-    held, as far as that is known; see ``ClockQuerySet``.
+    Changes by an open transaction are not visible. A key that it keeps is held, as far
+    as that is known; see ``ClockQuerySet``.
     """
 
     HELD = "held", _("held")
@@ -88,8 +89,8 @@ class ClockQuerySet(SchemaQuerySet):
     def by_clock(self, kept: Kept = Kept()) -> Self:  # noqa: B008 (it is immutable)
         """Add ``seconds_left``, ``seconds_held`` and ``state``.
 
-        They are calculated by the database's clock. An expired lease that a transaction
-        keeps, as listed in ``kept``, is held, with no seconds left.
+        They are calculated by the database's clock. What a transaction keeps, as listed
+        in ``kept``, is held, with no seconds left.
         """
         return self.annotate(
             seconds_left=SecondsUntil("end_time"),
@@ -109,6 +110,28 @@ def under(prefix: str) -> models.Q:
 
 
 class LockQuerySet(ClockQuerySet):
+    def by_clock(self, kept: Kept = Kept()) -> Self:  # noqa: B008 (it is immutable)
+        keys_of: dict[str, list[str]] = {}
+        for key, holder in kept.transactions.items():
+            since = holder.since and holder.since.timestamp()
+            session = json.dumps([holder.holder, holder.owner_ip, since])
+            keys_of.setdefault(session, []).append(key)
+        sessions = [
+            models.When(pk__in=keys, then=models.Value(session))
+            for session, keys in keys_of.items()
+        ]
+        return (
+            super()
+            .by_clock(kept)
+            .annotate(
+                keeper=models.Case(
+                    *sessions,
+                    default=models.Value(""),
+                    output_field=models.CharField(),
+                )
+            )
+        )
+
     def with_queue(self, kept: Kept = Kept()) -> Self:  # noqa: B008 (it is immutable)
         """Add ``waiting`` and ``sharing``, the numbers of waiters and shared holds.
 
@@ -140,7 +163,7 @@ class LockQuerySet(ClockQuerySet):
             pk__in=kept.keys
         )
         return models.Case(
-            _when(live, LockState.HELD),
+            _when(live | models.Q(pk__in=kept.transactions), LockState.HELD),
             _when(self.model.LEFT, LockState.STALE),
             default=models.Value(LockState.FREE.value),
         )
@@ -240,6 +263,25 @@ class ResourceLock(models.Model):
     def __str__(self) -> str:
         # The admin uses this text in titles and in its log.
         return printable(str(self.key_resource))
+
+    @property
+    def keeper(self) -> str:
+        """The session whose transaction keeps the key without a lease, as JSON.
+
+        It comes from ``by_clock()``, and replaces the last holder in this object.
+        """
+        return str(vars(self).get("_keeper", ""))
+
+    @keeper.setter
+    def keeper(self, session: str) -> None:
+        self._keeper = session
+        if session:
+            self.holder, self.owner_ip, since = json.loads(session)
+            self.begin_time, self.seconds_held, self.hold_count = None, None, 1
+            if since is not None:
+                self.begin_time = datetime.fromtimestamp(since, UTC)
+                age = datetime.now(UTC) - self.begin_time
+                self.seconds_held = max(0.0, age.total_seconds())
 
 
 class LockClaim(models.Model):

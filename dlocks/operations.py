@@ -80,7 +80,7 @@ def pages(
 
 def locks_of(backend: DatabaseBackend, keys: Sequence[str] | None = None) -> Any:
     """Return the locks. Look for kept leases only of ``keys``, if these are given."""
-    kept = backend.maintenance.kept(keys)
+    kept = backend.keepers.kept(keys)
     return (
         ResourceLock.objects.using(backend.database)
         .by_clock(kept)
@@ -97,7 +97,7 @@ def claims(backend: DatabaseBackend, keys: Sequence[str]) -> Any:
     mine = [key for key in keys if key.startswith(backend.prefix)]
     found = (
         LockClaim.objects.using(backend.database)
-        .by_clock(backend.maintenance.kept(mine))
+        .by_clock(backend.keepers.kept(mine))
         .defer("owner", "channel")
     )
     return found.filter(key_resource__in=mine).order_by("key_resource", "id")
@@ -178,11 +178,16 @@ def state_of(lock: LockRow) -> str:
 
 
 def is_kept(lock: LockRow) -> bool:
-    """Return whether a transaction keeps this expired lease.
+    """Return whether a transaction keeps this expired lease, or key without a lease.
 
     This applies to exclusive and shared holds.
     """
     return bool(lock.state == LockState.HELD and lock.seconds_left <= 0)
+
+
+def is_session(lock: LockRow) -> bool:
+    """Return whether the holder is a session whose transaction keeps the key."""
+    return bool(getattr(lock, "keeper", ""))
 
 
 def clear(

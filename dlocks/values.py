@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from threading import TIMEOUT_MAX
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from dlocks.text import duration, shown_address, shown_holder
@@ -149,8 +151,9 @@ class Holder:
     attributes contain everything.
 
     A value that the backend does not know is ``None`` for ``since``, infinite for
-    ``remaining``, and 0 for ``token``. ``in_transaction`` is true if the lease has
-    expired but an open transaction still keeps the key.
+    ``remaining``, and 0 for ``token``. ``in_transaction`` is true if an open
+    transaction keeps the key, without a lease or after it has expired. Without a lease,
+    ``holder`` names the database session, or is empty if it is not known.
     """
 
     key: str
@@ -165,6 +168,8 @@ class Holder:
 
     def __str__(self) -> str:
         who = _shown(self)
+        if self.in_transaction and not self.holder:
+            return "an open transaction"
         if self.since is not None:
             held = datetime.now(self.since.tzinfo) - self.since
             who += f" for {duration(max(0.0, held.total_seconds()))}"
@@ -207,13 +212,15 @@ def _shown(caller: Holder | Waiter) -> str:
 
 
 class Kept(NamedTuple):
-    """Expired leases that a transaction keeps.
+    """What open transactions keep.
 
-    Exclusive leases are given by key, shared ones by the id of the claim.
+    Exclusive expired leases are given by key, shared ones by the id of the claim. Keys
+    without a lease have the session that keeps them.
     """
 
     keys: frozenset[str] = frozenset()
     shares: frozenset[int] = frozenset()
+    transactions: Mapping[str, Holder] = MappingProxyType({})
 
 
 def seconds(

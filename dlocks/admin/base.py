@@ -30,8 +30,7 @@ class Source:
     shown: dict[str, Backend]
     # The other aliases, with the reasons why they have no page.
     hidden: list[tuple[str, str]]
-    # The expired leases that transactions keep. They are looked for only if a lease
-    # seems to be stale.
+    # What transactions keep, once it was looked for.
     kept: Kept = field(default_factory=Kept)
 
     @classmethod

@@ -21,6 +21,7 @@ from dlocks.operations import (
     address_of,
     in_row,
     is_kept,
+    is_session,
     last_seen_of,
     mode,
     name_of,
@@ -76,7 +77,7 @@ class Cells:
                 else time_left(shown)
             ),
             "mode": _("exclusive") if target.kind == "lock" else mode(shown),
-            "token": "" if is_claim else str(target.number),
+            "token": ("" if is_claim or is_session(shown) else str(target.number)),
             "holds": self.holds(shown),
             "target": target.field,
             "buttons": self.buttons(shown) if buttons else "",

@@ -33,7 +33,7 @@ FILTERS: dict[str, Q] = {
 }
 
 
-def maybe_in_use(locks: Any) -> Any:
+def maybe_in_use(locks: Any, kept: Kept) -> Any:
     """Keep the locks that may be in use, which a row alone or the claims can say.
 
     Most rows of a large table are free. For each other row, further subqueries count
@@ -46,6 +46,7 @@ def maybe_in_use(locks: Any) -> Any:
         | ResourceLock.LEFT
         | Q(shares__gt=0)
         | Q(pk__in=claimed)
+        | Q(pk__in=kept.transactions)
     )
 
 
@@ -101,7 +102,8 @@ class StateFilter(admin.SimpleListFilter):
             # The row alone says it, so that no claims have to be counted.
             is_over = Q(end_time__lte=Once(0), shares=0) & ~ResourceLock.LEFT
             return queryset.filter(is_over)
-        return maybe_in_use(queryset).filter(FILTERS[self.chosen])
+        kept = Source.of(request).kept
+        return maybe_in_use(queryset, kept).filter(FILTERS[self.chosen])
 
 
 class LockList(AliasChangeList):
@@ -146,10 +148,14 @@ class LockList(AliasChangeList):
         found, _duplicates = self.model_admin.get_search_results(
             request, self.root_queryset, self.query
         )
-        keys = maybe_in_use(found).order_by().values_list("pk", flat=True)
+        keys = (
+            maybe_in_use(found, Source.of(request).kept)
+            .order_by()
+            .values_list("pk", flat=True)
+        )
         mine = list(keys[: MOST + 1])
         if len(mine) > MOST:
-            self.totals = self._count(found)
+            self.totals = self._count(found, Source.of(request).kept)
             return self.queryset
         ordering = self.get_ordering(request, found)
         locks = list(found.filter(pk__in=mine).order_by(*ordering))
@@ -160,28 +166,32 @@ class LockList(AliasChangeList):
         self.totals["waiters"] = sum(lock.waiting for lock in locks)
         return [lock for lock in locks if is_shown(lock, self.chosen)]
 
-    def _count(self, found: Any) -> dict[str, int]:
+    def _count(self, found: Any, kept: Kept) -> dict[str, int]:
         totals: dict[str, Any] = {
             # A name must not be that of a column.
             f"total_{name}": Count("pk", filter=shown)
             for name, shown in FILTERS.items()
         }
         totals["total_waiters"] = Sum("waiting")
-        counted = maybe_in_use(found).order_by().aggregate(**totals)
+        counted = maybe_in_use(found, kept).order_by().aggregate(**totals)
         return {
             name.removeprefix("total_"): int(total or 0)
             for name, total in counted.items()
         }
 
     def _find_kept(self, request: HttpRequest) -> bool:
-        """Look for expired leases that transactions keep, if a lease seems stale.
+        """Look for keys that transactions keep, if there may be any.
 
         Return whether there are any. Then the rows have to be read again.
         """
         source = Source.of(request)
-        if not self.totals["stale"] or source.rows is None:
+        if source.rows is None:
             return False
-        source.kept = source.rows.maintenance.kept()
+        known = self.totals["held"] + self.totals["shared"]
+        # The others are stale, or free with waiters.
+        if self.totals[""] == known and not source.rows.keepers.finds_all:
+            return False
+        source.kept = source.rows.keepers.kept()
         if source.kept == Kept():
             return False
         self.root_queryset = self.model_admin.get_queryset(request)

@@ -351,6 +351,7 @@ class ResourceLockAdmin(ReadOnlyAdmin):
         waits = backend.inspector.waits_of([lock])[lock.pk] if holds else []
         return {
             "holds": [row(hold) for hold in holds],
+            "is_free": backend.keepers.finds_all,
             "more_shares": max(0, sharing.count() - SHOWN) if shares[SHOWN:] else 0,
             "queue": [
                 {**row(claim), "position": position}

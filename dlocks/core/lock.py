@@ -119,7 +119,9 @@ class Lock(LockPolicy):
     def holder(self) -> Holder | None:
         """Return the holder of the key, or None.
 
-        A key that a transaction has acquired is not visible until the transaction ends.
+        If a transaction keeps the key without a lease, the holder is its database
+        session, which PostgreSQL finds. MariaDB and MySQL find it if there are waiters,
+        and SQLite never. So None means there: free, or in a transaction.
         """
         backend = backends[self.using]
         ask = partial(backend.holder, self._full_key(backend))
@@ -145,7 +147,7 @@ class Lock(LockPolicy):
         return list(callers.read_outside(ask, backend, OUTSIDE_TIMEOUT))
 
     def locked(self) -> bool:
-        """Return whether the key is leased, by this caller or another."""
+        """Return whether the key is held, as far as ``holder()`` can tell."""
         holder = self.holder()
         return holder is not None and not holder.stale
 
@@ -354,7 +356,7 @@ class MultiLock(Lock):
         return [waiter for lock in self.locks for waiter in lock.waiters()]
 
     def locked(self) -> bool:
-        """Return whether any of the keys is leased, by this caller or another."""
+        """Return whether any of the keys is held, as far as ``holder()`` can tell."""
         return any(lock.locked() for lock in self.locks)
 
     def held(self) -> bool:

@@ -180,7 +180,14 @@ class LeaderElection:
     def leader(self) -> Holder | None:
         """Return the current leader, or None. Queries the backend."""
         holder = self._lock.holder()
-        return None if holder is None or holder.stale else holder
+        if (
+            holder is None
+            or holder.stale
+            or (holder.in_transaction and not holder.token)
+        ):
+            # No candidate leads by a lock in a transaction.
+            return None
+        return holder
 
     async def aleader(self) -> Holder | None:
         return await run_in_sync_thread(self.leader)

@@ -30,6 +30,7 @@ from dlocks.backends.database.failures import failure_of
 from dlocks.backends.database.history import HistoryTable
 from dlocks.backends.database.holders import Holders
 from dlocks.backends.database.inspector import DatabaseInspector
+from dlocks.backends.database.keepers import Keepers
 from dlocks.backends.database.maintenance import Maintenance
 from dlocks.backends.database.notify import Notifications, send
 from dlocks.backends.database.queue import Queue
@@ -131,7 +132,8 @@ class DatabaseBackend(Backend):
         self.holders = Holders(self.store, self.queue, direct)
         self.transactions = TransactionLocks(self.store, self.holders, self.take)
         self.several = Several(self.store, self.holders)
-        self.maintenance = Maintenance(self.store, lambda: self.prefix)
+        self.keepers = Keepers(self.store, lambda: self.prefix)
+        self.maintenance = Maintenance(self.store, self.keepers, lambda: self.prefix)
         self.records = HistoryTable(self.store, lambda: self.prefix)
         self.inspector = DatabaseInspector(self)
 
@@ -222,7 +224,7 @@ class DatabaseBackend(Backend):
         """Raise an error if waiting would not help."""
         if not claim.takeover and self._is_stale(claim.key):
             # Another caller had locked the row to check the same.
-            kept = self.maintenance.in_transactions([claim.key])
+            kept = self.keepers.in_transactions([claim.key])
             if not kept and self._is_stale(claim.key):
                 raise LockStale(key=claim.key, holder=self.holder(claim.key))
         if claim.scope == "transaction" and self.session.engine.one_writer:

@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import math
-import random
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from django.db.models import Exists, OuterRef, Q
 
 from dlocks.backends import table as rules
+from dlocks.backends.database.keepers import PAGE, Keepers
 from dlocks.backends.database.session import RowLockedError
 from dlocks.backends.database.state import Key
 from dlocks.backends.database.store import DELETE_AFTER, Store
 from dlocks.backends.table import KeyState, Moment
 from dlocks.exceptions import LockBackendError
-from dlocks.sql.clock import After, Now, Ticks
-from dlocks.values import Holder, Kept
-
-# Maximum number of rows that are read at a time.
-PAGE = 1000
-# Reads that find a row locked before a transaction is assumed to keep it.
-LOCKED_TRIES = 4
+from dlocks.sql.clock import After, Ticks
+from dlocks.values import Holder
 
 
 class Maintenance:
@@ -34,8 +27,11 @@ class Maintenance:
     The queue advances after each of them. ``prefix`` returns that of the backend.
     """
 
-    def __init__(self, store: Store, prefix: Callable[[], str]) -> None:
+    def __init__(
+        self, store: Store, keepers: Keepers, prefix: Callable[[], str]
+    ) -> None:
         self.store = store
+        self.keepers = keepers
         self.session = store.session
         self.prefix = prefix
 
@@ -234,89 +230,22 @@ class Maintenance:
     def _count_unlocked(self, rows: Sequence[Any], *, shares: bool = False) -> int:
         """Count the rows, given by primary key, that no transaction has locked."""
         with suppress(LockBackendError):
-            return len(rows) - len(self.in_transactions(rows, shares=shares))
+            return len(rows) - len(self.keepers.in_transactions(rows, shares=shares))
         return len(rows)
 
     # What people see.
 
-    def in_transactions(
-        self, rows: Sequence[Any], *, shares: bool = False
-    ) -> frozenset[Any]:
-        """Return the rows that an open transaction has locked.
-
-        ``rows`` are keys, or the ids of shared holds. On SQLite all of them are
-        returned while another transaction writes, since that locks the whole database.
-        None are returned where no other transaction can have locked them, as within a
-        transaction on SQLite or in a TestCase.
-        """
-        if not rows or self.store.is_alone:
-            return frozenset()
-        locked = frozenset(rows)
-        table, primary = ("{claims}", "id") if shares else ("{locks}", "key_resource")
-        if self.session.engine.one_writer:
-            # It fails if another transaction writes.
-            nothing = f"UPDATE {table} SET version = version WHERE {primary} IS NULL"
-            try:
-                self.session.ask(nothing, {})
-            except RowLockedError:
-                return locked
-            return frozenset()
-        index = " FORCE INDEX (PRIMARY)" if self.session.engine.idle else ""
-        for number in range(LOCKED_TRIES):
-            if number:
-                # Most statements lock a row for a moment only.
-                time.sleep(random.uniform(0, 0.002 * 2**number))  # noqa: S311 (jitter)
-            mine, parameters = self.session.one_of(primary, [*locked], "row")
-            sql = (
-                f"SELECT {primary} FROM {table}{index} WHERE {mine} FOR UPDATE SKIP"
-                " LOCKED"
-            )
-            # In a caller's transaction, a row that this locks would stay locked.
-            ask = partial(self.session.ask, sql, parameters)
-            try:
-                found = self.store.run_outside(ask)
-            except RowLockedError:
-                # A table is locked.
-                return locked
-            locked -= {row for (row,) in found.rows}
-            if not locked:
-                break
-        return locked
-
-    def kept(self, keys: Sequence[str] | None = None) -> Kept:
-        """Return which expired leases are kept by open transactions.
-
-        ``None`` covers all keys under the prefix. At most one page is checked, starting
-        with the leases that expired last. The result is empty if the database user may
-        not lock rows.
-        """
-        locks = self.store.locks.filter(status="P", end_time__lte=Now())
-        claims = self.store.claims.filter(version__isnull=False, end_time__lte=Now())
-        if keys is not None:
-            locks = locks.filter(pk__in=keys)
-            claims = claims.filter(key_resource__in=keys)
-        elif prefix := self.prefix():
-            from dlocks.models import under
-
-            locks, claims = locks.filter(under(prefix)), claims.filter(under(prefix))
-        found: list[list[Any]] = []
-        for rows in (locks, claims):
-            newest = rows.order_by("-end_time").values_list("pk", flat=True)
-            found.append(self.session.unlocked(list, newest[:PAGE]))
-        with suppress(LockBackendError):
-            return Kept(
-                self.in_transactions(found[0]),
-                self.in_transactions(found[1], shares=True),
-            )
-        return Kept()
-
     def holder(self, key: str) -> Holder | None:
-        """Return the holder of a key, which may be stale, or None if it is free."""
+        """Return the holder of a key, which may be stale, or a transaction's session.
+
+        Return None if the key is free, or if an open transaction keeps it unseen.
+        """
         found = self.store.read([key], by_clock=True).get(key)
         if found is None:
             return None
-        holder = rules.holder(found.state, key, found.at)
-        return holder and self._kept_holder(found, holder)
+        if (holder := rules.holder(found.state, key, found.at)) is None:
+            return self.keepers.of(found)
+        return self._kept_holder(found, holder)
 
     def sharers(self, key: str) -> Sequence[Holder]:
         """Return the holders that share a key. Live ones come first."""
@@ -335,7 +264,7 @@ class Maintenance:
             return holder
         ids = [one.pk for one in key.claims if one.version == holder.token]
         with suppress(LockBackendError):
-            if self.in_transactions(ids or [key.row.pk], shares=bool(ids)):
+            if self.keepers.in_transactions(ids or [key.row.pk], shares=bool(ids)):
                 return replace(
                     holder, remaining=math.inf, stale=False, in_transaction=True
                 )

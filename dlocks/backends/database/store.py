@@ -35,6 +35,7 @@ from dlocks.backends.table import Held, KeyState, Moment, Waiting
 from dlocks.runtime import clock
 from dlocks.sql.charset import fitted
 from dlocks.sql.clock import After, At, Now, ticks
+from dlocks.sql.locked_rows import InTransaction
 from dlocks.transactions import in_testcase
 from dlocks.values import Claim
 
@@ -135,10 +136,8 @@ class Store:
     def peek(self, key: str, *, by_clock: bool = False) -> Key | None:
         """Return a key without its claims."""
         rows, asked_at = self.locks.annotate(now=Now()).filter(pk=key), clock.now()
-        found: list[Any] = self.session.unlocked(list, rows)
-        if not found:
-            return None
-        return self._key(found[0], [], asked_at, observed=not by_clock)
+        row: Any = next(iter(self.session.unlocked(list, rows)), None)
+        return row and self._key(row, [], asked_at, observed=not by_clock)
 
     def refuse_locked_table(self) -> None:
         """Raise TableLockedError if not only rows are locked, but the table of keys.
@@ -157,7 +156,8 @@ class Store:
         found = self.claims.filter(key_resource__in=keys).order_by("pk")
         for claim in found.annotate(now=Now()):
             claims[claim.key_resource].append(claim)
-        rows = self.locks.annotate(now=Now()).filter(pk__in=keys)
+        shown = {} if observed else {"is_kept": InTransaction()}
+        rows = self.locks.annotate(now=Now(), **shown).filter(pk__in=keys)
         return {
             row.pk: self._key(row, claims[row.pk], asked_at, observed=observed)
             for row in rows

@@ -23,6 +23,7 @@ from dlocks.operations import (
     describe,
     in_row,
     is_kept,
+    is_session,
     mode,
     pages,
     state_of,
@@ -45,8 +46,8 @@ class Command(LockCommand):
     help = (
         "Lists the locks that are held, shared or stale, with their holders. AGE is how"
         " long a key has been held. LEFT is the time left on its lease, or negative"
-        " since the lease has expired. Both are by the database's clock. --json has"
-        " more."
+        " since the lease has expired. Both are by the database's clock. A key that an"
+        " open transaction holds may look free. --json has more."
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
@@ -273,7 +274,7 @@ def _hold_fields(hold: LockRow, *, known: bool = True) -> dict[str, Any]:
         "seconds_held": _rounded(hold.seconds_held) if known else None,
         "seconds_left": _rounded(hold.seconds_left) if limited else None,
         "hold_count": hold.hold_count,
-        "token": hold.version,
+        "token": None if is_session(hold) else hold.version,
     }
 
 

@@ -62,17 +62,22 @@ def test_a_key_is_free_if_it_has_no_row(viewer, historian, with_history):
     """Its page has its last holder, or only its past. So every key has a page."""
     rows.free("old")
     rows.ended("gone")
+    # Only PostgreSQL shows every transaction that holds a key.
+    free = "This key is free, or in a transaction."
+    if connection.vendor == "postgresql":
+        free = "This key is free and has no waiters."
     text = text_of(page(viewer.get(detail("old"))))
-    assert "This key is free and has no waiters. last holder: web-1:4711:" in text
+    assert f"{free} last holder: web-1:4711:" in text
     assert "succeeded" in text
     text = text_of(page(historian.get(detail("gone"))))
-    assert "This key is free and has no waiters." in text
+    assert free in text
     assert "Timeline of this key" in text
     assert "last holder" not in text
     assert "This key is free" in page(viewer.get(detail("nope")))
     rows.waits("old")
     text = text_of(page(viewer.get(detail("old"), {"part": "now"})))
-    assert "This key is free. last holder" in text
+    free = free.replace(" and has no waiters", "")
+    assert f"{free} last holder" in text
     assert "worker-1:815:MainThread" in text
 
 

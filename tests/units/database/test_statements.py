@@ -178,8 +178,8 @@ def test_a_lease_that_cannot_be_written_is_not_prolonged(monkeypatch):
 def test_a_lease_that_the_commit_renews_is_not_stale(threads, until, monkeypatch):
     """With ``takeover=False``, a transaction that ends just now is no stale holder."""
     inside, end = threading.Event(), threading.Event()
-    maintenance = backends["brisk"].maintenance
-    find = maintenance.in_transactions
+    keepers = backends["brisk"].keepers
+    find = keepers.in_transactions
 
     def hold():
         with db_lock("stock:7", using="brisk", ttl=0.3) as held, held.atomic():
@@ -194,7 +194,7 @@ def test_a_lease_that_the_commit_renews_is_not_stale(threads, until, monkeypatch
     thread = threads(hold)
     assert inside.wait(30)
     until(lambda: ResourceLock.objects.by_clock().get().seconds_left < 0)
-    monkeypatch.setattr(maintenance, "in_transactions", find_after_the_end)
+    monkeypatch.setattr(keepers, "in_transactions", find_after_the_end)
     lock = db_lock("stock:7", using="brisk", takeover=False, timeout=30)
     with lock as next_hold:
         assert not next_hold.takeover

@@ -1,0 +1,296 @@
+"""A key that a transaction holds is not shown as free, and a list disturbs nobody."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+
+import pytest
+from django.db import connection, transaction
+from django.test.utils import CaptureQueriesContext
+
+from dlocks import LockTimeout, db_lock
+from dlocks.models import ResourceLock
+from tests import jobs
+from tests.for_each import for_each
+from tests.promises.admin.names import LIST
+from tests.promises.admin.pages import detail, page, person, text_of
+from tests.promises.commands.running import listed, run
+from tests.settings import ENGINE
+from tests.timing import eventually
+from tests.volume import volume
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+POSTGRESQL = pytest.mark.engine("postgresql")
+INNODB = pytest.mark.engine("mariadb", "mysql")
+ROWS = for_each("using", ["default", "optimistic", "insert"])
+# Statements that make sure that a row is not locked for a moment only.
+MOST_PER_PROBE = 4
+IN_TRANSACTION = "held, in a transaction"
+
+
+def session_id() -> int:
+    ask = "pg_backend_pid()" if ENGINE == "postgresql" else "CONNECTION_ID()"
+    with connection.cursor() as cursor:
+        cursor.execute(f"SELECT {ask}")
+        return cursor.fetchone()[0]
+
+
+def keep(pipe, key, how, using="default"):
+    """Keep the row of a key in a transaction until notified, and say the session."""
+    with transaction.atomic():
+        lock = ResourceLock.objects.filter(pk=key)
+        if how == "lock":
+            with db_lock(key, using=using):
+                pipe.say(session_id())
+                pipe.hear()
+            return
+        if how == "select":
+            lock.select_for_update().get()
+        elif how == "update":
+            lock.update(hold_count=0)
+        else:
+            with transaction.atomic():
+                lock.update(hold_count=0)
+                if how == "in savepoint":
+                    pipe.say(session_id())
+                    pipe.hear()
+                    return
+        pipe.say(session_id())
+        pipe.hear()
+
+
+def with_sessions(*keys):
+    """Create the rows of keys, which were released."""
+    for key in keys:
+        db_lock(key).acquire().release()
+
+
+@pytest.fixture
+def boss(transactional_db):
+    return person("boss", is_superuser=True)
+
+
+@POSTGRESQL
+@for_each("how", ["lock", "select", "update", "in savepoint", "after savepoint"])
+def test_the_session_of_a_transaction_is_the_holder(how, doomed, boss):
+    """It is so without waiters, and until the end of the transaction."""
+    worker = doomed(DLOCKS_TEST_OPTIONS=json.dumps({"application_name": "shop"}))
+    with_sessions("stock:7", "other")
+    worker.start(keep, "stock:7", how)
+    session = worker.hear()
+    lock = db_lock("stock:7")
+    holder = lock.holder()
+    assert holder.in_transaction
+    assert holder.holder == f"shop (session {session})"
+    assert (holder.owner_ip, holder.token, holder.stale) == ("127.0.0.1", 0, False)
+    assert f"{holder}".startswith(f"shop (session {session}) (127.0.0.1) for ")
+    assert f"{holder}".endswith("s, in a transaction")
+    assert lock.locked()
+    assert lock.holders() == [holder] or lock.holders()[0].holder == holder.holder
+    with pytest.raises(LockTimeout, match="held by shop .* in a transaction") as caught:
+        db_lock("stock:7", timeout=0).acquire()
+    assert caught.value.holder.in_transaction
+    found = listed()
+    assert found.keys() == {"stock:7"}
+    told = found["stock:7"]
+    assert (told["state"], told["token"], told["seconds_left"]) == ("held", None, None)
+    assert (told["holder"], told["owner_ip"]) == (holder.holder, "127.0.0.1")
+    assert told["seconds_held"] >= 0
+    line = run("list_locks").splitlines()[1]
+    assert "transaction" in line
+    assert holder.holder in line
+    for address in LIST, detail("stock:7"):
+        text = text_of(page(boss.get(address)))
+        assert IN_TRANSACTION in text
+        assert f"{holder.holder} 127.0.0.1" in text
+    assert "This key is free and has no waiters." in page(boss.get(detail("other")))
+    worker.tell()
+    assert worker.hear() is None
+    assert lock.holder() is None
+    assert listed() == {}
+
+
+@POSTGRESQL
+def test_no_other_session_is_named(workers, doomed):
+    """Of several earlier writers, none is named as the owner of a savepoint."""
+    first, second = workers(2)
+    with_sessions("a", "b")
+    first.start(keep, "a", "select")
+    session = first.hear()
+    second.start(keep, "b", "lock")
+    second.hear()
+    assert db_lock("a").holder().holder == f"session {session}"
+    holder = db_lock("b").holder()
+    assert holder.in_transaction
+    assert holder.holder == ""
+    assert str(holder) == "an open transaction"
+    for worker in first, second:
+        worker.tell()
+        worker.hear()
+    assert db_lock("b").holder() is None
+
+
+@POSTGRESQL
+def test_a_hidden_session_is_not_named_on_pages(workers, boss, settings):
+    settings.DLOCKS_SHOW_HOLDER = False
+    (worker,) = workers(1)
+    with_sessions("stock:7")
+    worker.start(keep, "stock:7", "lock")
+    session = worker.hear()
+    for address in LIST, detail("stock:7"):
+        text = page(boss.get(address))
+        assert IN_TRANSACTION in text
+        assert f"session {session}" not in text
+    assert str(db_lock("stock:7").holder()).startswith("a hidden holder for")
+    worker.tell()
+    worker.hear()
+
+
+@INNODB
+@ROWS
+def test_a_key_with_waiters_is_held_in_a_transaction(using, workers, boss, until):
+    """Where the user may read the locks of rows (MySQL), the session is named."""
+    keeper, waiter = workers(2)
+    keeper.start(keep, "stock:7", "lock", using)
+    session = keeper.hear()
+    lock = db_lock("stock:7", using=using)
+    # Without waiters, no probe may be in the way.
+    assert lock.holder() is None
+    assert "stock:7" not in listed("--using", using)
+    waiter.start(jobs.wait_for, "stock:7", using=using, timeout=60)
+    assert waiter.hear() == "waiting"
+    until(lambda: lock.holder() is not None, 30)
+    until(lambda: listed("--using", using).get("stock:7"), 30)
+    holder = lock.holder()
+    name = f"session {session}" if ENGINE == "mysql" else ""
+    assert (holder.in_transaction, holder.holder) == (True, name)
+    with pytest.raises(LockTimeout, match="in a transaction|by an open transaction"):
+        db_lock("stock:7", using=using, timeout=0.1).acquire()
+    if using == "default":
+        for address in LIST, detail("stock:7"):
+            assert IN_TRANSACTION in text_of(page(boss.get(address)))
+    keeper.tell()
+    keeper.hear()
+    waiter.hear()
+    assert lock.holder() is None
+
+
+@INNODB
+def test_probes_are_rare(workers):
+    """A process looks at most once in a second, and never on a replica.
+
+    Some statements make sure that it was not a short step.
+    """
+
+    def probes(asks: int) -> int:
+        with CaptureQueriesContext(connection) as queries:
+            for _ in range(asks):
+                run("list_locks")
+                db_lock("stock:7").holder()
+                db_lock("stock:8").holder()
+        sent = [one["sql"] for one in queries]
+        return sum("SKIP LOCKED" in one or "data_locks" in one for one in sent)
+
+    keeper, waiter = workers(2)
+    with_sessions("stock:7", "stock:8")
+    keeper.start(keep, "stock:7", "lock")
+    keeper.hear()
+    waiter.start(jobs.wait_for, "stock:7", timeout=60)
+    assert waiter.hear() == "waiting"
+    with connection.cursor() as cursor:
+        cursor.execute("SET GLOBAL read_only = ON")
+        try:
+            assert probes(20) == 0
+        finally:
+            cursor.execute("SET GLOBAL read_only = OFF")
+    began = time.monotonic()
+    sent = probes(20)
+    assert sent <= MOST_PER_PROBE * (time.monotonic() - began + 1)
+    keeper.tell()
+    keeper.hear()
+    waiter.hear()
+
+
+@pytest.fixture
+def unprivileged(doomed):
+    """Return a process whose user may use the tables, and see no other session."""
+    name = "dlocks_least"
+    password = connection.settings_dict["PASSWORD"]
+    with connection.cursor() as cursor:
+        cursor.execute(f"CREATE USER {name} IDENTIFIED BY '{password}'")
+        cursor.execute(f"GRANT ALL ON {connection.settings_dict['NAME']}.* TO {name}")
+    worker = doomed(DLOCKS_TEST_USER=name)
+    yield worker
+    worker.kill()
+    with connection.cursor() as cursor:
+        cursor.execute(f"DROP USER {name}")
+
+
+def holder_of(pipe, key):
+    """Return the holder of a key as text, once there is one."""
+    lock = db_lock(key)
+    eventually(lambda: lock.holder() is not None, 30)
+    return str(lock.holder())
+
+
+@INNODB
+def test_without_rights_the_session_is_not_known(unprivileged, workers):
+    keeper, waiter = workers(2)
+    keeper.start(keep, "stock:7", "lock")
+    keeper.hear()
+    waiter.start(jobs.wait_for, "stock:7", timeout=60)
+    assert waiter.hear() == "waiting"
+    assert unprivileged.call(holder_of, "stock:7") == "an open transaction"
+    keeper.tell()
+    keeper.hear()
+    waiter.hear()
+
+
+@pytest.mark.engine("sqlite", "mariadb", "mysql")
+def test_a_page_says_that_a_free_key_may_be_in_a_transaction(boss):
+    with_sessions("stock:7")
+    text = page(boss.get(detail("stock:7")))
+    assert "This key is free, or in a transaction." in text
+
+
+def test_a_polling_control_room_refuses_nobody(boss, workers, threads, in_queue):
+    """No acquire of a free key fails, though each page looks for transactions."""
+    keeper, waiter = workers(2)
+    servers = ENGINE != "sqlite"
+    if servers:
+        keeper.start(keep, "busy", "lock")
+        keeper.hear()
+        waiter.start(jobs.wait_for, "busy", timeout=300)
+        assert waiter.hear() == "waiting"
+        in_queue(1, "busy")
+    polled, over = threading.Semaphore(0), threading.Event()
+
+    def poll():
+        while not over.is_set():
+            page(boss.get(LIST))
+            page(boss.get(detail("stock:0")))
+            db_lock("stock:0").holder()
+            polled.release()
+
+    poller = threads(poll)
+    try:
+        assert polled.acquire(timeout=60)
+        refused = 0
+        for number in range(volume(1000)):
+            hold = db_lock(f"stock:{number % 10}").try_acquire()
+            refused += hold is None
+            if hold is not None:
+                hold.release()
+        # The pages were read meanwhile.
+        assert polled.acquire(timeout=60)
+        assert refused == 0
+    finally:
+        over.set()
+        poller.join(60)
+        if servers:
+            keeper.tell()
+            keeper.hear()
+            waiter.hear()
