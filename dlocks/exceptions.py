@@ -62,7 +62,11 @@ class LockNotAwaitable(LockError):
 
 
 class LockShutDown(LockError):
-    """``shutdown()`` has ended the wait for the key, or was called before the wait."""
+    """``shutdown()`` has ended the wait for the key, or was called before the wait.
+
+    After a test that calls it, ``dlocks.testing.undo_shutdown()`` lets other tests wait
+    again.
+    """
 
     def __init__(self, message: str, *, key: str) -> None:
         super().__init__(message)
