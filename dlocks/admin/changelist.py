@@ -98,11 +98,11 @@ class StateFilter(admin.SimpleListFilter):
             }
 
     def queryset(self, request: HttpRequest, queryset: Any) -> Any:
+        kept = Source.of(request).kept
         if self.chosen == "free":
             # The row alone says it, so that no claims have to be counted.
             is_over = Q(end_time__lte=Once(0), shares=0) & ~ResourceLock.LEFT
-            return queryset.filter(is_over)
-        kept = Source.of(request).kept
+            return queryset.filter(is_over).exclude(pk__in=kept.transactions)
         return maybe_in_use(queryset, kept).filter(FILTERS[self.chosen])
 
 
@@ -125,6 +125,8 @@ class LockList(AliasChangeList):
         self.chosen = chosen_state(request.GET.get(StateFilter.parameter_name))
         if self.chosen == "free":
             self._locks(request)
+            if self._find_kept(request):
+                self._locks(request)
             super().get_results(request)
         else:
             self._read(request)

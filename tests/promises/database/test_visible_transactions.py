@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 
@@ -106,6 +107,11 @@ def test_the_session_of_a_transaction_is_the_holder(how, doomed, boss):
         text = text_of(page(boss.get(address)))
         assert IN_TRANSACTION in text
         assert f"{holder.holder} 127.0.0.1" in text
+    # The totals under a filter are those of all keys.
+    for state, keys in ("free", {"other"}), ("held", {"stock:7"}):
+        text = page(boss.get(LIST, {"state": state}))
+        assert "1 in use 1 held" in text_of(text)
+        assert {*re.findall('"dlocks-key" id="lock-[^>]*>([^<]*)', text)} == keys
     assert "This key is free and has no waiters." in page(boss.get(detail("other")))
     worker.tell()
     assert worker.hear() is None
