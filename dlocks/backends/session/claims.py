@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,7 +21,14 @@ from django.utils.functional import cached_property
 from dlocks.backends.local_claims import LocalClaims
 from dlocks.backends.session.mysql import MySQLSession
 from dlocks.backends.session.postgresql import PostgreSQLSession
-from dlocks.backends.session.sessions import Entry, Row, Session, SessionDiedError
+from dlocks.backends.session.sessions import (
+    LONGEST_SLICE,
+    SHORTEST_SLICE,
+    Entry,
+    Row,
+    Session,
+    SessionDiedError,
+)
 from dlocks.backends.session.waiting_claims import comment_of
 from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
@@ -209,6 +217,8 @@ class Claims(LocalClaims):
                     session.doubted.add(lock)
                 else:
                     statement += " again"
+            waited = max(0.0, time.time() - entry.since)
+            session.slice = min(SHORTEST_SLICE + waited / 8, LONGEST_SLICE)
             on_reply, comment = partial(self._on_reply, entry), comment_of(self, entry)
             with self._in_doubt(entry, session):
                 row = session.ask(statement, entry.name, on_reply, comment)

@@ -15,10 +15,6 @@ from dlocks.exceptions import LockBackendError
 from dlocks.sql.clock import TICKS
 from dlocks.sql.engines import sqlstate_of
 
-# Seconds for which one statement waits for a lock. It is a transaction, whose snapshot
-# holds back VACUUM and CREATE INDEX CONCURRENTLY.
-SLICE = 2.0
-
 _NAME = "%(value)s::bigint"
 _IDENTITY = "concat(pid, ' ', extract(epoch FROM backend_start))"
 _THIS = (
@@ -34,15 +30,17 @@ def _granted(condition: str) -> str:
 
 
 def _slice(function: str) -> str:
-    """Return statements that wait for a lock until ``lock_timeout``.
+    """Return statements that wait for a lock, as one transaction.
 
-    Their token is 0 if the lock was not granted. Without the block, the server would
+    Its snapshot holds back VACUUM and CREATE INDEX CONCURRENTLY, so it must be short.
+    The token is 0 if the lock was not granted. Without the block, the server would
     log an error for each slice. It may grant the lock at the moment of the timeout, and
     keeps it then.
     """
     record = f"PERFORM set_config('dlocks.token', ({TICKS['postgresql']})::text, true)"
     return (
-        f"DO $$ BEGIN PERFORM {function}(%(value)s); {record};"
+        "SET LOCAL lock_timeout = %(slice)s;"
+        f" DO $$ BEGIN PERFORM {function}(%(value)s); {record};"
         f" EXCEPTION WHEN lock_not_available THEN {record} FROM pg_locks WHERE granted"
         f" AND pid = pg_backend_pid() AND {_THIS}; END $$; SELECT"
         " coalesce(nullif(current_setting('dlocks.token', true), ''), '0')::bigint"
@@ -129,11 +127,10 @@ class PostgreSQLSession(Session):
         self.first_row(
             "SELECT set_config('application_name', %s, false),"
             " set_config('statement_timeout', '0', false), set_config('lock_timeout',"
-            " %s, false), set_config('client_connection_check_interval', '1000',"
+            " '0', false), set_config('client_connection_check_interval', '1000',"
             " false), set_config('idle_session_timeout', %s, false)",
             (
                 f"dlocks {socket.gethostname()}:{os.getpid()}"[:63],
-                str(round(SLICE * 1000)),
                 str(self.idle_setting(self.idle)),
             ),
         )
@@ -149,9 +146,10 @@ class PostgreSQLSession(Session):
                 cursor = Cursor(connection)
                 cursor.execute(sql, values, prepare=isinstance(values, dict))
                 return cursor.fetchone() if cursor.description else None
-            # The server takes no parameters here. The row is that of the second
-            # statement.
+            # The server takes no parameters here. The third statement has a row.
+            values = {**values, "slice": round(self.slice * 1000)}
             block = ClientCursor(connection).execute(sql, values)
+            block.nextset()
             block.nextset()
             return block.fetchone()
 

@@ -22,6 +22,12 @@ from dlocks.runtime import clock
 from dlocks.runtime.pools import unpooled
 from dlocks.values import Claim
 
+# Bounds in seconds for a statement that waits, on PostgreSQL. After it, a waiter queues
+# again behind the others. The bound grows by an eighth of the wait. Waiters that came
+# first are thus at the head of the queue for longer.
+SHORTEST_SLICE = 2.0
+LONGEST_SLICE = 3.0
+
 # The first row of a reply.
 Row = Sequence[Any]
 
@@ -93,6 +99,8 @@ class Session:
         self.wrapper: Any = None
         self.dead = False
         self.is_asking = False
+        # Seconds for which the next statement waits.
+        self.slice = SHORTEST_SLICE
         # Whether a request was interrupted before its reply was read, and the locks
         # that the server may have granted or released without a reply. Each is a name,
         # and whether it is shared.
