@@ -192,9 +192,8 @@ class Acquisition:
             return
         more = HANDOVER_LEASE if any(one.paused for one in self.attempts) else 0.0
         if clock.now() > attempt.deadline + more:
-            raise explain.timeout_error(
-                attempt, "the requests for the other keys took all of this time"
-            )
+            rest = [one for one in self.attempts if not one.is_granted]
+            raise explain.late_error(rest)
 
     def _finish(self) -> None:
         """Make the hold of the caller, and note what leaves it."""

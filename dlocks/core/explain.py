@@ -34,6 +34,9 @@ from dlocks.values import UNLIMITED, Holder
 
 logger = logging.getLogger("dlocks")
 
+# Keys at which the error of several late requests looks for a holder.
+LOOKS = 10
+
 # Why a hold has ended.
 DETACHED = "it was handed over"
 EXITED = "its process released all of its locks because it was about to end"
@@ -65,6 +68,20 @@ def timeout_error(
     when = f"within {shown(timeout)} s" if timeout else "without waiting"
     why = who or otherwise
     return LockTimeout(f"{lock.key!r} could not be acquired {when}: {why}", **facts)
+
+
+def late_error(attempts: Sequence[Any]) -> LockTimeout:
+    """Return the error if the requests for several keys took all of the time.
+
+    It is about the first one that has a holder, if a look at a few of them finds it.
+    """
+    for one in attempts[:LOOKS]:
+        with suppress(LockBackendError):
+            look = partial(_current_holder, one)
+            if callers.read_outside(look, one.backend, OUTSIDE_TIMEOUT)[0]:
+                return timeout_error(one)
+    why = "the requests for the other keys took all of this time"
+    return timeout_error(attempts[0], why)
 
 
 def reentry_error(attempt: Any) -> LockTimeout:

@@ -138,7 +138,8 @@ class DatabaseBackend(Backend):
         self.inspector = DatabaseInspector(self)
 
     def _advance(self, key: str) -> None:
-        with suppress(RowLockedError):
+        # The release before it has succeeded. The polls of the waiters do this as well.
+        with suppress(RowLockedError, LockBackendError):
             self.store.step(key, rules.tidy)
 
     # Acquisition.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from django.db import connections
+from django.db import connection, connections
 
 from dlocks import LockBackendError, db_lock
 from tests import jobs, rows
@@ -53,7 +53,8 @@ def test_many_locks_and_long_queues_are_read_in_pages(
         positions = [claim["position"] for claim in found[key]["queue"]]
         assert positions == list(range(1, 2 * number + 1))
     sizes.clear()
-    with django_assert_max_num_queries(5):
+    # On MariaDB and MySQL, one looks for keys that a transaction may keep.
+    with django_assert_max_num_queries(5 + (connection.vendor == "mysql")):
         lines("list_locks")
     assert sizes == [4, 3]
 
@@ -62,9 +63,12 @@ def test_a_list_without_rows_is_limited(monkeypatch):
     """The list of another backend has at most a thousand keys."""
     monkeypatch.setattr("dlocks.backends.listing.LISTED", 2)
     backends.reset()
-    for key in "cab":
-        backends["memory"].acquire(Claim(key=key, ttl=30.0))
+    claims = [Claim(key=key, ttl=30.0) for key in "cab"]
+    for claim in claims:
+        backends["memory"].acquire(claim)
     assert lines("list_locks", "--using", "memory") == ["a", "b"]
+    for claim in claims:
+        backends["memory"].release(claim)
 
 
 def test_a_database_failure_is_reported_in_one_line(monkeypatch):
