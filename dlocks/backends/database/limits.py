@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from django.db.backends.base.base import BaseDatabaseWrapper
+
+from dlocks.runtime.process import in_child
 
 # Milliseconds for which SQLite waits for its single writer within one attempt. This is
 # enough for a short write of another process.
@@ -15,6 +18,12 @@ WRITER_WAIT = 100
 # The value of NORMAL for SQLite's setting "synchronous". With a write-ahead log, a
 # commit is then not flushed, and a crash can lose only the last commits.
 NORMAL = 1
+
+# The threads of a process take turns to write to SQLite, by alias. SQLite would let
+# them try again and again. The one that has the writer would then get Python's own lock
+# late, and a dozen threads would starve each other, and the renewals.
+_turns: defaultdict[str, threading.RLock] = defaultdict(threading.RLock)
+in_child(_turns.clear)
 
 
 @contextmanager
@@ -29,6 +38,24 @@ def writer_limits(
     if not writes:
         yield
         return
+    turn, is_refused = _turns[connection.alias], False
+    try:
+        is_refused = not turn.acquire(timeout=WRITER_WAIT / 1000)
+        if is_refused:
+            raise connection.Database.OperationalError(  # type: ignore[attr-defined]
+                "The database is locked by another thread of this process."
+            )
+        yield from _limited(connection, flush)
+    finally:
+        if not is_refused:
+            try:  # noqa: SIM105 (a signal within suppress() could come before the release)
+                turn.release()
+            except RuntimeError:
+                # An interrupt came before the turn did.
+                pass
+
+
+def _limited(connection: BaseDatabaseWrapper, flush: bool) -> Iterator[None]:
     raw: Any = connection.connection
     unless = connection.Database.Error  # type: ignore[attr-defined]
     # These statements restore the settings. An empty one does nothing.

@@ -125,20 +125,38 @@ def test_a_release_is_flushed_with_a_rollback_journal(tmp_path):
     raw = sqlite3.connect(path, isolation_level=None)
     raw.execute("PRAGMA journal_mode = delete")
     raw.execute("PRAGMA synchronous = FULL")
-    here = SimpleNamespace(connection=raw, Database=sqlite3)
+    here = SimpleNamespace(alias="it", connection=raw, Database=sqlite3)
     with writer_limits(here, flush=False):
         assert raw.execute("PRAGMA synchronous").fetchall() == [(2,)]
     raw.close()
     path = tmp_path / "broken.sqlite3"
     path.write_bytes(b"no database " * 1000)
     raw = sqlite3.connect(path, isolation_level=None)
-    here = SimpleNamespace(connection=raw, Database=sqlite3)
+    here = SimpleNamespace(alias="it", connection=raw, Database=sqlite3)
     with (
         writer_limits(here, flush=False),
         pytest.raises(sqlite3.DatabaseError, match="not a"),
     ):
         raw.execute("SELECT * FROM sqlite_master")
     raw.close()
+
+
+@pytest.mark.engine("sqlite")
+def test_the_threads_of_a_process_take_turns_to_write(in_other_thread):
+    """A thread that waits for its turn needs no processor time. It waits briefly."""
+
+    def write():
+        connection.ensure_connection()
+        with writer_limits(connection):
+            return "written"
+
+    connection.ensure_connection()
+    with writer_limits(connection):
+        # A signal handler may write within a write of its thread.
+        assert write() == "written"
+        with pytest.raises(sqlite3.OperationalError, match="is locked"):
+            in_other_thread(write)
+    assert in_other_thread(write) == "written"
 
 
 @pytest.mark.engine("sqlite")
