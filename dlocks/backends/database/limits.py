@@ -1,4 +1,7 @@
-"""What a session of dlocks is limited to: SQLite's waits, PostgreSQL's isolation."""
+"""What a session of dlocks is limited to: SQLite's waits, PostgreSQL's isolation.
+
+The turns of threads on SQLite earn promise 6 of docs/safety.md.
+"""
 
 from __future__ import annotations
 
