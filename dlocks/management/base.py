@@ -61,6 +61,10 @@ def seconds_of(option: str, duration: Any) -> float:
         raise CommandError(f"{error}.") from error
 
 
+# Django 6.1 has renamed it.
+create_savepoint = getattr(transaction, "savepoint_create", transaction.savepoint)
+
+
 class LockCommand(BaseCommand):
     """A command for the locks of one alias."""
 
@@ -77,7 +81,7 @@ class LockCommand(BaseCommand):
         try:
             if database and connections[database].in_atomic_block:
                 # No error must abort the caller's transaction.
-                savepoint = transaction.savepoint(using=database)
+                savepoint = create_savepoint(using=database)
             _commit_each_statement(database)
             self.work(backend, **options)
         except (LockBackendError, Error) as error:
