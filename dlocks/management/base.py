@@ -119,7 +119,7 @@ class LockCommand(BaseCommand):
 
 
 def _roll_back(savepoint: str | None, database: str) -> None:
-    """Undo what was done in a caller's transaction since a savepoint."""
+    """Roll a caller's transaction back to a savepoint, if there is one."""
     if savepoint is not None:
         try:
             transaction.savepoint_rollback(savepoint, using=database)

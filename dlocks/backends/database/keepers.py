@@ -1,6 +1,6 @@
 """Which rows open transactions keep, and the sessions of those transactions.
 
-In what is committed, a key that a transaction holds is free. PostgreSQL shows without a
+The committed row of a key that a transaction holds is free. PostgreSQL shows without a
 lock which rows are locked (``dlocks.sql.locked_rows``). Elsewhere a probe has to lock
 them, which may be in the way of a caller. So a probe covers only keys that have waiters
 and no lease, and a process sends at most one a second. MySQL needs no probe where its
@@ -63,7 +63,7 @@ LOCKERS = (
     " %(table)s AND index_name = 'PRIMARY' AND lock_type = 'RECORD' AND lock_status ="
     " 'GRANTED' AND lock_mode LIKE 'X%%'"
 )
-# When each database was probed, and what was found.
+# The time and the result of the last probe of each database.
 _probes: dict[str, tuple[float, Mapping[str, Holder]]] = {}
 
 

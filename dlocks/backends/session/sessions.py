@@ -80,7 +80,7 @@ class Session:
     identify: Callable[[], None]
     # Configure the session for locks.
     begin: Callable[[], None]
-    # Read what is left of the reply to an interrupted statement, if there is any.
+    # Reads the rest of the reply to an interrupted statement.
     read_rest: Callable[[], None]
     # The session's number, or 0 until it is connected, and the one that was reported at
     # first. A pooler invents it.

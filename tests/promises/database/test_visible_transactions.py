@@ -1,4 +1,4 @@
-"""A key that a transaction holds is not shown as free, and a list disturbs nobody."""
+"""Keys that a transaction holds are visible, and a list blocks no caller."""
 
 from __future__ import annotations
 
@@ -262,7 +262,7 @@ def test_a_page_says_that_a_free_key_may_be_in_a_transaction(boss):
     assert "This key is free, or in a transaction." in text
 
 
-def test_a_polling_control_room_refuses_nobody(boss, workers, threads, in_queue):
+def test_a_polling_control_room_makes_no_key_busy(boss, workers, threads, in_queue):
     """No acquire of a free key fails, though each page looks for transactions."""
     keeper, waiter = workers(2)
     servers = ENGINE != "sqlite"
