@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+import django
 from django.apps import apps
 from django.conf import settings
 from django.core import checks
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 
 
 Messages = list[checks.CheckMessage]
+
+# The newest version of Django that the tests run with.
+NEWEST_DJANGO = 6, 1
 
 # The triggers of two tables, each with the name of its table.
 TRIGGERS = {
@@ -94,6 +98,22 @@ def _incorrect(error: ImproperlyConfigured) -> checks.Error:
         hint="Correct the DLOCKS setting.",
         id="dlocks.E003" if unknown else "dlocks.E002",
     )
+
+
+@checks.register("dlocks")
+def check_django(**kwargs: Any) -> Messages:
+    """Check that dlocks was tested with this version of Django."""
+    if django.VERSION[:2] <= NEWEST_DJANGO:
+        return []
+    newest = ".".join(map(str, NEWEST_DJANGO))
+    return [
+        checks.Warning(
+            f"This version of dlocks was tested up to Django {newest}, and this is"
+            f" {django.get_version()}.",
+            hint="Update dlocks, or run the tests of your project and silence this.",
+            id="dlocks.W012",
+        )
+    ]
 
 
 @checks.register("dlocks", deploy=True)

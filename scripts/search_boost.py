@@ -14,7 +14,6 @@ BOOSTS = {
     "migrating/": 0.5,
     "benchmarks": 0.2,
     "comparison": 0.5,
-    "faq": 0.5,
     "reliability": 0.5,
     "tutorial": 0.5,
     "how-to/settings": 3.0,
