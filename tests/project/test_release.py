@@ -13,7 +13,6 @@ import pytest
 import yaml
 from django.core.checks import run_checks
 
-
 pytestmark = [pytest.mark.front, pytest.mark.once]
 
 ROOT = Path(__file__).parent.parent.parent
@@ -96,7 +95,9 @@ def test_an_untested_version_of_django_is_a_warning(monkeypatch):
     major, minor = version(MATRIX[-1][1])
     for tested, warned in (((major, minor), False), ((major, minor + 1), True)):
         monkeypatch.setattr(django, "VERSION", (*tested, 0, "final", 0))
-        found = [one.msg for one in run_checks(["dlocks"]) if one.id == "dlocks.W012"]
+        found = [
+            one.msg for one in run_checks(tags=["dlocks"]) if one.id == "dlocks.W012"
+        ]
         assert len(found) == warned
     assert f"up to Django {major}.{minor}," in found[0]
 
