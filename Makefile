@@ -34,7 +34,7 @@ help:
 	@echo '               (MINUTES=5 ENGINE="postgresql mariadb mysql sqlite" SEED=1; BUGS=1: check that seeded bugs are found;'
 	@echo '               PEERS=1: other locks under the same faults)'
 	@echo 'make mutations  make mistakes in the code one by one, and check that a test finds each (18 minutes; ARGS=NAME)'
-	@echo 'make lint      run ruff, mypy and import-linter, and check for missing migrations'
+	@echo 'make lint      run ruff, mypy, Pyright and import-linter, and check for missing migrations'
 	@echo 'make audit     check the installed packages for known vulnerabilities; fails if the advisory database is unreachable'
 	@echo 'make docs      build the documentation in site/; a broken link is an error'
 	@echo 'make images    take the pictures of the documentation again, with the tests in Chromium'
@@ -110,6 +110,7 @@ lint: $(VENV)/.lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/basedpyright
 	$(BIN)/lint-imports --no-cache --no-logo
 	DJANGO_SETTINGS_MODULE=tests.settings $(BIN)/python -m django makemigrations --check --dry-run dlocks
 	$(MANAGE) makemigrations --check --dry-run

@@ -52,7 +52,11 @@ def otherwise(region: str) -> list[str]:
     return [region]
 
 
-@db_lock(lambda region: region)
+def key_of(region: str) -> str:
+    return region
+
+
+@db_lock(key_of)
 def named(region: str) -> list[str]:
     return [region]
 
