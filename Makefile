@@ -39,7 +39,7 @@ help:
 	@echo 'make docs      build the documentation in site/; a broken link is an error'
 	@echo 'make images    take the pictures of the documentation again, with the tests in Chromium'
 	@echo 'make package   build the package, and try it in a new environment'
-	@echo 'make bench     compare dlocks with its peers in one run; writes benchmarks/RESULTS.md (20 minutes)'
+	@echo 'make bench     compare dlocks with its peers in one run; writes benchmarks/RESULTS.md (15 minutes)'
 	@echo '               (ARGS="--quick": 3 minutes; ARGS="--only uncontended --contenders kazoo,redis-py")'
 	@echo 'make clean     remove everything that the other tasks have created'
 

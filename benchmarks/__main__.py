@@ -3,8 +3,9 @@
 ``python -m benchmarks [--quick] [--only …] [--contenders …]``
 
 It starts temporary servers, measures, saves every sample in benchmarks/results/ and
-writes the report. A complete run, with all experiments and contenders, writes
-benchmarks/RESULTS.md. A partial run writes benchmarks/results/RESULTS.md.
+prints which targets are reached. A complete run, with all experiments and contenders,
+also writes benchmarks/RESULTS.md and the table of speeds in the READMEs. A partial run
+writes benchmarks/results/RESULTS.md.
 """
 
 from __future__ import annotations
@@ -42,12 +43,15 @@ def main(arguments: list[str]) -> int:
         except KeyboardInterrupt:
             return 130
     RESULTS.mkdir(exist_ok=True)
-    whole = not options.only and not options.contenders
+    whole = not (options.only or options.contenders or options.quick)
     path = RESULTS / ("run.json" if whole else "part.json")
     path.write_text(json.dumps(run, separators=(",", ":")))
-    from benchmarks.report import write
+    from benchmarks.report import Run, targets, write, write_speeds
 
+    print("\n".join(targets(Run(run))))
     print("Written:", write(run, HERE if whole else RESULTS), flush=True)
+    if whole:
+        write_speeds(HERE.parent)
     return 1 if any("error" in result for result in run["results"]) else 0
 
 
@@ -71,7 +75,7 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--only",
         action="append",
-        choices=("contended", "uncontended", "growth"),
+        choices=("contended", "uncontended"),
         default=[],
     )
     parser.add_argument(
@@ -145,8 +149,6 @@ def _run(
         )
     calm = machine.Calm(10.0 if options.quick else 60.0)
     for step in steps:
-        if step.rows > 1000:
-            crew.in_child(tables.fill, databases, step.rows)
         for number, cell in step:
             result = {"round": number, "disturbance": calm.wait(), **crew.measure(cell)}
             if _ended:
@@ -159,8 +161,7 @@ def _run(
             minutes = (time.monotonic() - began) / 60
             print(
                 f"{minutes:5.1f} min {done:4}/{total} {cell.experiment},"
-                f" {cell.contender}: {cell.waiters} waiters, {cell.keys} keys, hold"
-                f" {cell.hold * 1000:.0f} ms: {outcome}",
+                f" {cell.contender}: {outcome}",
                 flush=True,
             )
     run["machine"]["load after"] = f"{os.getloadavg()[0]:.2f}"

@@ -53,6 +53,9 @@ class Contender:
     def start(self) -> None:
         """Connect, in a process that has just been forked."""
 
+    def stop(self) -> None:
+        """Release what it holds between two measured holds."""
+
     def hold(self, key: str) -> AbstractContextManager[Any]:
         raise NotImplementedError
 
@@ -162,6 +165,44 @@ def _in_transaction(database: str) -> type[Dlocks]:
         (outside,),
         {"name": name, "label": label, "hold": hold},
     )
+
+
+class DlocksGuard(DlocksAlias):
+    """A transaction that is guarded by a hold, which is acquired once."""
+
+    name, label, server = (
+        "dlocks-postgresql-guard",
+        "dlocks, PostgreSQL, hold.atomic()",
+        "postgresql",
+    )
+    using, waits = "postgresql-pessimistic", False
+
+    def hold(self, key: str) -> AbstractContextManager[Any]:
+        lock = self.db_lock
+        held = self.again(key, lambda: lock(key, using=self.using).acquire())
+        return held.atomic()  # type: ignore[no-any-return]
+
+    def stop(self) -> None:
+        for held in self._local.made.values():
+            held.release()
+
+
+def _many_keys(count: int) -> type[DlocksAlias]:
+    """Return one lock on keys that exist."""
+
+    def hold(self: DlocksAlias, key: str) -> AbstractContextManager[Any]:
+        keys = [f"many-{number}" for number in range(count)]
+        return self.db_lock(*keys, using=self.using, timeout=None)
+
+    attributes = {
+        "name": f"dlocks-postgresql-{count}-keys",
+        "label": f"dlocks, PostgreSQL, {count:,} keys at once",
+        "server": "postgresql",
+        "using": "postgresql-pessimistic",
+        "waits": False,
+        "hold": hold,
+    }
+    return type(f"Dlocks{count}Keys", (DlocksAlias,), attributes)
 
 
 def _row_of_django(database: str) -> type[Contender]:
@@ -418,6 +459,24 @@ class AdvisoryLock(Contender):
             cursor.execute("SELECT pg_advisory_unlock(hashtextextended(%s, 0))", [key])
 
 
+class LockedRow(Contender):
+    """A row that Django's ORM locks, and does not save."""
+
+    name, label, server = (
+        "django-locked-postgresql",
+        "Django on PostgreSQL: atomic(), select_for_update().get()",
+        "postgresql",
+    )
+
+    @contextmanager
+    def hold(self, key: str) -> Iterator[None]:
+        from dlocks.models import ResourceLock
+
+        with transaction.atomic(using="postgresql"):
+            ResourceLock.objects.using("postgresql").select_for_update().get(pk="key-0")
+            yield
+
+
 class ForUpdate(Contender):
     name, label, server = (
         "for-update",
@@ -566,6 +625,10 @@ CONTENDERS: dict[str, Contender] = {
         _far("postgresql"),
         _in_transaction("postgresql"),
         _row_of_django("postgresql"),
+        LockedRow,
+        DlocksGuard,
+        _many_keys(1_000),
+        _many_keys(10_000),
         _dlocks("mariadb", "pessimistic"),
         _dlocks("mariadb", "optimistic"),
         _dlocks("mariadb", "insert"),

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-import random
 import signal
-import threading
 import time
 import traceback
 from array import array
@@ -24,7 +22,6 @@ from benchmarks.samples import (
     RELEASED,
     durations,
     grants,
-    handovers,
 )
 
 # Workers are forked, so that they start at once. The parent imports everything, but
@@ -39,27 +36,15 @@ PATIENCE = 60.0
 class Cell:
     """The parameters of one measurement. Times are in seconds.
 
-    Each waiter acquires a key again and again.
+    Each process acquires the same key again and again.
     """
 
     experiment: str
     contender: str
     processes: int = 1
-    threads: int = 1
-    # The number of keys from which one is drawn each time. With 0, each waiter has its
-    # own key.
-    keys: int = 1
     hold: float = 0.0
-    # The number of other keys that each waiter holds meanwhile.
-    held: int = 0
-    # The number of rows in the tables.
-    rows: int = 1000
     seconds: float = 1.0
     warm_up: float = 0.3
-
-    @property
-    def waiters(self) -> int:
-        return self.processes * self.threads
 
 
 def measure(cell: Cell) -> dict[str, Any]:
@@ -73,12 +58,12 @@ def measure(cell: Cell) -> dict[str, Any]:
     reads at the beginning of the hold and writes at the end. If the sum is not the
     number of grants, two holders held the key at once.
     """
-    counters = RawArray(c_int64, max(cell.keys, cell.waiters))
+    counter = RawArray(c_int64, 1)
     workers, pipes = [], []
     for number in range(cell.processes):
         here, there = PROCESSES.Pipe()
         worker = PROCESSES.Process(
-            target=_work, args=(cell, number, counters, there), daemon=True
+            target=_work, args=(cell, number, counter, there), daemon=True
         )
         worker.start()
         there.close()
@@ -93,7 +78,7 @@ def measure(cell: Cell) -> dict[str, Any]:
         end = begin + cell.seconds
         for pipe in pipes:
             pipe.send(end)
-        logs = [log for pipe in pipes for log in _receive(pipe, end + PATIENCE)]
+        logs = [_receive(pipe, end + PATIENCE) for pipe in pipes]
         for pipe in pipes:
             pipe.send(None)
         finished = True
@@ -111,13 +96,10 @@ def measure(cell: Cell) -> dict[str, Any]:
     samples = [array("d", log) for log in logs]
     return {
         **result,
-        "lost_updates": sum(map(len, samples)) // FIELDS - sum(counters),
+        "lost_updates": sum(map(len, samples)) // FIELDS - counter[0],
         "grants": grants(samples, begin, end),
         "waits": _microseconds(durations(samples, ASKED, GRANTED, begin, end)),
         "pairs": _microseconds(durations(samples, ASKED, RELEASED, begin, end)),
-        "handovers": _microseconds(handovers(samples, begin, end))
-        if cell.keys == 1
-        else [],
     }
 
 
@@ -153,27 +135,20 @@ def _receive(pipe: Connection, deadline: float) -> Any:
     return answer
 
 
-def _work(cell: Cell, number: int, counters: Any, pipe: Connection) -> None:
+def _work(cell: Cell, number: int, counter: Any, pipe: Connection) -> None:
     # Ctrl-C is for the parent, which ends its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         contender = CONTENDERS[cell.contender]
         contender.start()
-        waiters = [
-            Waiter(cell, contender, number * cell.threads + n, counters)
-            for n in range(cell.threads)
-        ]
-        if cell.threads == 1:
-            waiters[0].prepare()
-            pipe.send(None)
-            waiters[0].wait_again_and_again(pipe.recv())
-        else:
-            _in_threads(waiters, pipe)
-        for waiter in waiters:
-            if waiter.error is not None:
-                raise waiter.error
-        pipe.send([waiter.samples.tobytes() for waiter in waiters])
+        # Connect, by acquiring a key of its own.
+        with contender.hold(f"key-{number}"):
+            pass
+        pipe.send(None)
+        samples = _hold_again_and_again(cell, contender, counter, pipe.recv())
+        contender.stop()
+        pipe.send(samples.tobytes())
         # The cost of ending a process must not affect the waiters that are still
         # queued.
         pipe.recv()
@@ -181,87 +156,22 @@ def _work(cell: Cell, number: int, counters: Any, pipe: Connection) -> None:
         pipe.send(traceback.format_exc())
 
 
-def _in_threads(waiters: list[Waiter], pipe: Connection) -> None:
-    ready, go = threading.Barrier(len(waiters) + 1), threading.Event()
-    ends: list[float] = []
-
-    def wait(waiter: Waiter) -> None:
-        try:
-            waiter.prepare()
-        except BaseException as error:
-            waiter.error = error
-        ready.wait()
-        go.wait()
-        if waiter.error is None:
-            waiter.wait_again_and_again(ends[0])
-
-    threads = [
-        threading.Thread(target=wait, args=(waiter,), daemon=True) for waiter in waiters
-    ]
-    for thread in threads:
-        thread.start()
-    ready.wait()
-    pipe.send(None)
-    ends.append(pipe.recv())
-    go.set()
-    for thread in threads:
-        thread.join()
-
-
-class Waiter:
-    """A thread that acquires, holds and releases the lock again and again."""
-
-    def __init__(
-        self, cell: Cell, contender: Contender, number: int, counters: Any
-    ) -> None:
-        self.cell = cell
-        self.contender = contender
-        self.number = number
-        self.counters = counters
-        self.samples = array("d")
-        self.error: BaseException | None = None
-
-    def prepare(self) -> None:
-        """Connect, by acquiring a key of its own.
-
-        Also acquire the keys that are held all the time.
-        """
-        with self.contender.hold(f"key-{self.number}"):
-            pass
-        self.standing = [
-            self.contender.hold(f"held-{self.number}-{n}")
-            for n in range(self.cell.held)
-        ]
-        for hold in self.standing:
-            hold.__enter__()
-
-    def wait_again_and_again(self, end: float) -> None:
-        try:
-            self._wait_again_and_again(end)
-            for hold in self.standing:
-                hold.__exit__(None, None, None)
-        except BaseException as error:
-            self.error = error
-
-    def _wait_again_and_again(self, end: float) -> None:
-        cell, contender, counters, samples = (
-            self.cell,
-            self.contender,
-            self.counters,
-            self.samples,
-        )
-        draw = random.Random(self.number).randrange
-        monotonic, sleep = time.monotonic, time.sleep
-        asked = monotonic()
-        while asked < end:
-            number = draw(cell.keys) if cell.keys else self.number
-            with contender.hold(f"key-{number}"):
-                granted = monotonic()
-                count = counters[number]
-                if cell.hold:
-                    sleep(cell.hold)
-                counters[number] = count + 1
-                leaving = monotonic()
-            released = monotonic()
-            samples.extend((asked, granted, leaving, released))
-            asked = released
+def _hold_again_and_again(
+    cell: Cell, contender: Contender, counter: Any, end: float
+) -> array[float]:
+    """Acquire, hold and release the key until ``end``, and return the times."""
+    samples = array("d")
+    monotonic, sleep = time.monotonic, time.sleep
+    asked = monotonic()
+    while asked < end:
+        with contender.hold("key-0"):
+            granted = monotonic()
+            count = counter[0]
+            if cell.hold:
+                sleep(cell.hold)
+            counter[0] = count + 1
+            leaving = monotonic()
+        released = monotonic()
+        samples.extend((asked, granted, leaving, released))
+        asked = released
+    return samples

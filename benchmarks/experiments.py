@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from benchmarks.crew import Cell
 
-MS = 0.001
-
 CONTENDED = [
     "dlocks-postgresql",
     "dlocks-postgresql-far",
@@ -37,6 +35,10 @@ UNCONTENDED = [
     "dlocks-postgresql-session",
     "django-row-postgresql",
     "dlocks-postgresql-transaction",
+    "django-locked-postgresql",
+    "dlocks-postgresql-guard",
+    "dlocks-postgresql-1000-keys",
+    "dlocks-postgresql-10000-keys",
     "db-mutex-postgresql",
     "pglock",
     "pgware",
@@ -68,13 +70,7 @@ UNCONTENDED = [
     "python-redis-lock-always",
     "kazoo",
 ]
-GROWTH = ["dlocks-postgresql", "dlocks-mariadb", "dlocks-sqlite", "redis-py", "kazoo"]
-
-DEFAULT = {"contended": CONTENDED, "uncontended": UNCONTENDED, "growth": GROWTH}
-
-# The measurement to which the targets apply.
-TARGET = {"processes": 32, "keys": 1, "hold": MS}
-# Contenders whose grants and waits in that measurement are compared.
+# Contenders whose grants and waits are compared.
 JUDGED = {
     "dlocks-postgresql",
     "dlocks-postgresql-session",
@@ -86,6 +82,10 @@ JUDGED = {
     "kazoo",
     "advisory",
 }
+# Pairs that take long. Each has a lock on many keys.
+MANY_KEYS = {"dlocks-postgresql-1000-keys": 3.0, "dlocks-postgresql-10000-keys": 12.0}
+
+DEFAULT = {"contended": CONTENDED, "uncontended": UNCONTENDED}
 
 
 @dataclass(frozen=True)
@@ -96,154 +96,57 @@ class Step:
     """
 
     rounds: int
-    # The cells of one contender.
-    cells: Callable[[str], list[Cell]]
+    # The measurement of one contender.
+    cell: Callable[[str], Cell]
     contenders: list[str]
-    rows: int = 1000
 
     def __iter__(self) -> Iterator[tuple[int, Cell]]:
-        columns = [self.cells(contender) for contender in self.contenders]
-        for cells in zip(*columns, strict=True):
-            for number in range(self.rounds):
-                for cell in cells:
-                    yield number, cell
+        cells = list(map(self.cell, self.contenders))
+        for number in range(self.rounds):
+            for cell in cells:
+                yield number, cell
 
     def __len__(self) -> int:
-        return self.rounds * sum(
-            len(self.cells(contender)) for contender in self.contenders
-        )
+        return self.rounds * len(self.contenders)
 
 
 def contended(contenders: list[str], quick: bool) -> Iterator[Step]:
-    """Yield measurements of contention for one key, or for one of many."""
+    """Yield measurements of 32 processes with one key and a hold of 1 ms."""
 
-    def cell(
-        contender: str, processes: int, keys: int, hold: float, seconds: float
-    ) -> Cell:
+    def cell(contender: str) -> Cell:
         return Cell(
             experiment="contended",
             contender=contender,
-            processes=processes,
-            keys=keys,
-            hold=hold,
-            seconds=seconds,
-            warm_up=0.2 if processes == 1 else 0.5,
+            processes=32,
+            hold=0.001,
+            seconds=1.2 if quick else 3.0,
+            warm_up=0.5,
         )
-
-    def target(name: str) -> list[Cell]:
-        return [cell(name, 32, 1, MS, 1.2 if quick else 3.0)]
 
     # One stall of the disk delays all waiters, and is the p99 of its round. The
     # contenders that are compared therefore run more rounds.
-    yield Step(
-        2 if quick else 7, target, [name for name in contenders if name in JUDGED]
-    )
-    yield Step(
-        2 if quick else 3, target, [name for name in contenders if name not in JUDGED]
-    )
-    if quick:
-        return
-    seconds = {1: 0.4, 8: 1.0, 32: 1.5}
-    others = [
-        (processes, keys, hold)
-        for processes in seconds
-        for hold in (0.0, MS)
-        for keys in (1, 1000)
-        if {"processes": processes, "keys": keys, "hold": hold} != TARGET
-    ]
-    yield Step(
-        2,
-        lambda name: [
-            cell(name, processes, keys, hold, seconds[processes])
-            for processes, keys, hold in others
-        ],
-        contenders,
-    )
+    judged = [name for name in contenders if name in JUDGED]
+    others = [name for name in contenders if name not in JUDGED]
+    yield Step(2 if quick else 7, cell, judged)
+    yield Step(2 if quick else 3, cell, others)
 
 
 def uncontended(contenders: list[str], quick: bool) -> Iterator[Step]:
     """Yield measurements of acquire and release without contention."""
 
-    def cells(contender: str) -> list[Cell]:
-        return [
-            Cell(
-                experiment="uncontended", contender=contender, seconds=0.35, warm_up=0.1
-            )
-        ]
+    def cell(contender: str) -> Cell:
+        return Cell(
+            experiment="uncontended",
+            contender=contender,
+            seconds=MANY_KEYS.get(contender, 0.35),
+            warm_up=0.1,
+        )
 
     # Many short rounds, since other load on the machine varies.
-    yield Step(3 if quick else 10, cells, contenders)
+    short = [name for name in contenders if name not in MANY_KEYS]
+    long = [name for name in contenders if name in MANY_KEYS]
+    yield Step(3 if quick else 10, cell, short)
+    yield Step(1 if quick else 3, cell, long)
 
 
-def growth(contenders: list[str], quick: bool) -> Iterator[Step]:
-    """Yield measurements of the cost by waiters, processes, holds, keys and rows."""
-
-    def waiters(contender: str) -> list[Cell]:
-        return [
-            Cell(
-                experiment="waiters",
-                contender=contender,
-                processes=min(count, 20),
-                threads=max(1, count // 20),
-                hold=MS,
-                seconds=1.5 if quick else 3.0,
-                # Long enough for all waiters to have started.
-                warm_up=max(1.0, count / 100),
-            )
-            for count in ((1, 20) if quick else (1, 10, 100, 1000))
-        ]
-
-    def processes(
-        experiment: str, keys: int, hold: float
-    ) -> Callable[[str], list[Cell]]:
-        return lambda contender: [
-            Cell(
-                experiment=experiment,
-                contender=contender,
-                processes=count,
-                keys=keys,
-                hold=hold,
-                seconds=0.7 if quick else 1.2,
-                warm_up=0.5,
-            )
-            for count in ((1, 8) if quick else (1, 4, 16, 64))
-        ]
-
-    def held(contender: str) -> list[Cell]:
-        return [
-            Cell(
-                experiment="held",
-                contender=contender,
-                held=count,
-                seconds=0.4 if quick else 0.8,
-            )
-            for count in ((0, 100) if quick else (0, 9, 99, 999))
-        ]
-
-    def keys(experiment: str, processes: int, rows: int) -> Callable[[str], list[Cell]]:
-        return lambda contender: [
-            Cell(
-                experiment=experiment,
-                contender=contender,
-                processes=processes,
-                keys=rows,
-                rows=max(rows, 1000),
-                seconds=0.7 if quick else 1.5,
-            )
-        ]
-
-    # SQLite has one writer and no queue for it. It is not meant for a thousand waiters.
-    serving = [name for name in contenders if "sqlite" not in name]
-    with_rows = [name for name in contenders if name.startswith("dlocks")]
-    rounds = 1 if quick else 2
-    yield Step(1, processes("processes, one key", 1, MS), serving)
-    yield Step(1, processes("processes, own keys", 0, 0.0), contenders)
-    yield Step(rounds, held, with_rows)
-    yield Step(rounds, keys("keys", 8, 1), with_rows)
-    for rows in (1000, 100_000) if quick else (1000, 10_000, 100_000, 1_000_000):
-        yield Step(rounds, keys("rows", 1, rows), with_rows, rows)
-        yield Step(rounds, keys("keys", 8, rows), with_rows, rows)
-    yield Step(1, waiters, serving)
-
-
-EXPERIMENTS = {"contended": contended, "uncontended": uncontended, "growth": growth}
+EXPERIMENTS = {"contended": contended, "uncontended": uncontended}

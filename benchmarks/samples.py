@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from itertools import pairwise
 
 # The times of a hold: requested, granted, about to be released, and released. All
 # processes of the machine share the clock.
@@ -37,29 +36,6 @@ def grants(samples: Samples, begin: float, end: float) -> list[int]:
         sum(begin <= granted < end for granted in sample[GRANTED::FIELDS])
         for sample in samples
     ]
-
-
-def handovers(samples: Samples, begin: float, end: float) -> list[float]:
-    """Return the sorted times for which the key was idle between two holders.
-
-    Only handovers to a holder that was already waiting count.
-    """
-    return sorted(
-        after[GRANTED] - before[LEAVING]
-        for before, after in pairwise(_by_grant(samples))
-        if begin <= after[GRANTED] < end
-        and after[ASKED] <= before[LEAVING]
-        and before[FIELDS] != after[FIELDS]
-    )
-
-
-def _by_grant(samples: Samples) -> list[tuple[float, ...]]:
-    holds = [
-        (*sample[place : place + FIELDS], number)
-        for number, sample in enumerate(samples)
-        for place in range(0, len(sample), FIELDS)
-    ]
-    return sorted(holds, key=lambda hold: hold[GRANTED])
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
