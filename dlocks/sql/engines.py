@@ -52,11 +52,10 @@ READ_VERSION = (
     "SELECT version FROM {locks} WHERE key_resource = %(key)s AND owner = %(owner)s AND"
     " hold_count > 0 AND (status <> 'P' OR end_time > {now})"
 )
-# The channel of the first waiter of a key that a transaction has released.
+# The channel of the first waiter of a key that a transaction releases.
 FIRST_CHANNEL = (
-    "SELECT (SELECT channel FROM {claims} AS first WHERE first.key_resource = %(key)s"
-    " AND first.version IS NULL AND first.end_time > {now} ORDER BY id LIMIT 1) FROM"
-    " {locks} WHERE key_resource = %(key)s AND owner = %(owner)s AND hold_count = 0"
+    "SELECT channel FROM {claims} AS first WHERE first.key_resource = %(key)s AND"
+    " first.version IS NULL AND first.end_time > {now} ORDER BY id LIMIT 1"
 )
 INSERT = (
     "INSERT INTO {locks} (key_resource, status, owner, holder, owner_ip, begin_time,"
@@ -155,8 +154,13 @@ class Engine:
         text = self.write.replace("{what}", what).replace("{condition}", condition)
         return self.fill(text + end)
 
-    def many(self, table: str, what: str, condition: str, end: str = "") -> str:
-        """Return the statement that changes the rows that are not locked."""
+    def many(
+        self, table: str, what: str, condition: str, end: str | None = None
+    ) -> str:
+        """Return the statement that changes the rows that are not locked.
+
+        It deletes them if ``what`` is empty.
+        """
         primary = "key_resource" if table == "{locks}" else "id"
         template = self.update if what else self.delete
         for name, value in {
@@ -167,7 +171,7 @@ class Engine:
             "{index}": " FORCE INDEX (PRIMARY)" if primary != "id" else "",
         }.items():
             template = template.replace(name, value)
-        return self.fill(template + end)
+        return self.fill(template + (self.returning if end is None else end))
 
     def acquire(self, *, inside: bool, versioned: bool, queued: bool) -> str:
         """Return the statement that grants a free key.
@@ -204,7 +208,11 @@ class Engine:
         what = f"{RELEASE}, waiters = {{waiters}}"
         if self.tell_first:
             return self.one(what, MINE, self.tell_first)
-        return self.packet(self.one(what, MINE), self.fill(FIRST_CHANNEL))
+        first = (
+            f"SELECT ({FIRST_CHANNEL}) FROM {{locks}} WHERE key_resource = %(key)s AND"
+            " owner = %(owner)s AND hold_count = 0"
+        )
+        return self.packet(self.one(what, MINE), self.fill(first))
 
     def insertion(self, *, nested: bool) -> str:
         """Return the statement that inserts a lock row, unless there is one.
@@ -356,23 +364,23 @@ INNODB = {
     "commit_notifies": False,
 }
 
+# The rows on PostgreSQL that no other transaction has locked. An array keeps the plan
+# on the primary key, for one row and for many.
+UNLOCKED = (
+    "WHERE {primary} = ANY (ARRAY(SELECT {primary} FROM {table} WHERE {condition} FOR"
+    " UPDATE SKIP LOCKED))"
+)
+
 ENGINES: dict[str, Engine] = {
     "postgresql": Engine(
         vendor="postgresql",
-        # An array keeps the plan on the primary key, for one row and for many.
         write=(
             "UPDATE {locks} SET {what} WHERE key_resource = ANY (ARRAY(SELECT"
             " key_resource FROM {locks} WHERE key_resource = %(key)s AND {condition}"
             " FOR UPDATE SKIP LOCKED))"
         ),
-        update=(
-            "UPDATE {table} SET {what} WHERE {primary} = ANY (ARRAY(SELECT {primary}"
-            " FROM {table} WHERE {condition} FOR UPDATE SKIP LOCKED))"
-        ),
-        delete=(
-            "DELETE FROM {table} WHERE {primary} = ANY (ARRAY(SELECT {primary} FROM"
-            " {table} WHERE {condition} FOR UPDATE SKIP LOCKED))"
-        ),
+        update=f"UPDATE {{table}} SET {{what}} {UNLOCKED}",
+        delete=f"DELETE FROM {{table}} {UNLOCKED}",
         # An insert that meets a row of an open transaction waits for it, even with ON
         # CONFLICT.
         insert=(
@@ -402,10 +410,8 @@ ENGINES: dict[str, Engine] = {
             " uncommitted')"
         ),
         tell_first=(
-            " RETURNING (SELECT pg_notify(channel, '') FROM (SELECT channel FROM"
-            " {claims} AS first WHERE first.key_resource = %(key)s AND first.version IS"
-            " NULL AND first.end_time > {now} AND channel <> '' ORDER BY id LIMIT 1) AS"
-            " told)"
+            f" RETURNING (SELECT pg_notify(channel, '') FROM ({FIRST_CHANNEL}) AS told"
+            " WHERE channel <> '')"
         ),
         locked=frozenset({"55P03"}),  # lock_not_available
         # serialization_failure, deadlock_detected
@@ -480,11 +486,7 @@ ENGINES: dict[str, Engine] = {
         ),
         greatest="MAX",
         granted=" RETURNING version",
-        tell_first=(
-            " RETURNING (SELECT channel FROM {claims} AS first WHERE first.key_resource"
-            " = %(key)s AND first.version IS NULL AND first.end_time > {now} ORDER BY"
-            " id LIMIT 1)"
-        ),
+        tell_first=f" RETURNING ({FIRST_CHANNEL})",
         locked=frozenset({"locked"}),
         denied=frozenset({"readonly"}),
         one_writer=True,

@@ -186,7 +186,8 @@ class DatabaseBackend(Backend):
         """Read the token of a claim that was granted. It may be lost since."""
         sql = self.session.statement("token")
         try:
-            rows = self.session.rows(sql, self.holders.of(claim))
+            mine = {"key": claim.key, "owner": claim.owner}
+            rows = self.session.rows(sql, mine)
         except LockBackendError as error:
             # The grant may be committed.
             error.changed_nothing = False

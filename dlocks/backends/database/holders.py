@@ -18,14 +18,14 @@ from dlocks.backends import table as rules
 from dlocks.backends.base import TableLockedError
 from dlocks.backends.database.direct import Direct
 from dlocks.backends.database.queue import Queue
-from dlocks.backends.database.session import RowLockedError
+from dlocks.backends.database.session import RowLockedError, Session
 from dlocks.backends.database.state import rounded
 from dlocks.backends.database.store import BATCH, Store
 from dlocks.backends.table import KeyState, Moment
 from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
 from dlocks.sql.clock import ticks
-from dlocks.sql.engines import HELD, LIVE, MINE, SHARED
+from dlocks.sql.engines import HELD, LIVE, SHARED
 from dlocks.values import Claim, Grant
 
 # Seconds for which a holder waits for its row while its lease is live. A thousand
@@ -41,7 +41,8 @@ STEP_WAIT = 0.5
 class Holders:
     """The part that writes the rows of claims that hold their keys.
 
-    The session of ``own`` may be that of another alias of the database.
+    The claims of one request are of one kind. Its ``session`` may be that of another
+    alias of the database.
     """
 
     def __init__(self, store: Store, queue: Queue, direct: Direct) -> None:
@@ -50,7 +51,7 @@ class Holders:
         self.queue = queue
         self.direct = direct
 
-    # The conditions and assignments for an own row.
+    # The own rows.
 
     def renewed(self) -> str:
         """Return the SQL of the new end of a lease.
@@ -61,27 +62,58 @@ class Holders:
             return "end_time = {after:ttl}"
         return "end_time = {greatest}({after:ttl}, {next})"
 
-    def condition(self, claim: Claim, *, live: bool = True) -> str:
-        """Return the condition that a claim holds its key.
+    def own(
+        self, claims: Sequence[Claim], *, live: bool = True
+    ) -> tuple[str, str, dict[str, Any]]:
+        """Return the table, the condition and the parameters of the own rows of claims.
 
         In transaction scope, the row is already written as free. If no clock is
         trusted, the lease is live for as long as the row is the claim's.
         """
-        if claim.shared:
-            held = SHARED
-        elif claim.scope == "lease":
-            held = HELD
+        first, one_of = claims[0], self.session.one_of
+        mine, parameters = one_of("owner", [one.owner for one in claims], "owner")
+        parameters["ttl"] = ticks(first.ttl)
+        if first.shared:
+            table, held = "{claims}", SHARED
         else:
-            return MINE
+            keys, more = one_of("key_resource", [one.key for one in claims], "key")
+            mine, parameters = f"{keys} AND {mine}", parameters | more
+            table, held = "{locks}", HELD
+            if first.scope == "transaction":
+                return table, mine, parameters
         trusted = live and self.store.observations is None
-        return f"{MINE} AND {held} AND {LIVE}" if trusted else f"{MINE} AND {held}"
+        held += f" AND {LIVE}" if trusted else ""
+        return table, f"{mine} AND {held}", parameters
 
-    def writing(self, claim: Claim, what: str, condition: str) -> str:
-        """Return the statement that writes the row of a claim, if it is not locked."""
-        engine = self.session.engine
-        if claim.shared:
-            return engine.many("{claims}", what, condition, engine.returning)
-        return engine.one(what, condition, engine.returning)
+    def write(
+        self,
+        what: str,
+        claims: Sequence[Claim],
+        *,
+        live: bool = True,
+        also: str = "",
+        session: Session | None = None,
+        **parameters: Any,
+    ) -> int:
+        """Change the own rows that are not locked, and return their number."""
+        session = session or self.session
+        table, condition, mine = self.own(claims, live=live)
+        sql = session.engine.many(table, what, condition + also)
+        return session.ask(sql, mine | parameters).changed
+
+    def left(
+        self,
+        claims: Sequence[Claim],
+        *,
+        live: bool = True,
+        session: Session | None = None,
+    ) -> dict[str, float]:
+        """Return the seconds left of the leases of claims, by owner."""
+        session = session or self.session
+        table, condition, parameters = self.own(claims, live=live)
+        sql = session.sql(f"SELECT owner, {{left}} FROM {table} WHERE {condition}")
+        rows = session.rows(sql, parameters)
+        return {owner: float(seconds) for owner, seconds in rows}
 
     # Acquisition.
 
@@ -97,11 +129,10 @@ class Holders:
             grant, _ = self.store.step(claim.key, rules.acquire, claim)
             return grant is not None
 
-        left = partial(self._left, claim, self.condition(claim))
         # SQLite may refuse even to read while its single writer commits.
         with suppress(TableLockedError):
-            if left() is not None:
-                self.retried(step, left, claim.key)
+            if self.left([claim]):
+                self.retried(step, claim)
         return rounded(grant, claim)
 
     # Renewal.
@@ -115,38 +146,23 @@ class Holders:
         return left
 
     def _renew(self, claims: Sequence[Claim]) -> dict[str, float]:
-        first, session = claims[0], self.session
-        table = "{claims}" if first.shared else "{locks}"
-        mine, parameters = session.one_of(
-            "owner", [claim.owner for claim in claims], "owner"
-        )
-        if not first.shared:
-            keys, more = session.one_of(
-                "key_resource", [claim.key for claim in claims], "key"
-            )
-            mine, parameters = f"{keys} AND {mine}", parameters | more
-        condition = self.condition(first, live=not first.late).replace(MINE, mine)
-        engine = session.engine
-        sql = engine.many(table, self.renewed(), condition, engine.returning)
+        ttl, live = claims[0].ttl, not claims[0].late
         try:
-            renewed = session.ask(sql, {**parameters, "ttl": ticks(first.ttl)}).changed
+            renewed = self.write(self.renewed(), claims, live=live)
         except RowLockedError:
-            if engine.one_writer:
+            if self.session.engine.one_writer:
                 # Another transaction writes. The rows stay unchanged until it has
                 # ended.
                 return {claim.owner: 0.0 for claim in claims}
             renewed = 0
         if renewed == len(claims):
-            return {claim.owner: first.ttl for claim in claims}
+            return {claim.owner: ttl for claim in claims}
         if self.store.observations is not None:
             return self._renew_each(claims)
         # Some claims are lost, or their rows were locked, perhaps by a transaction of
         # this process that pins one. Valid leases are kept.
-        sql = session.sql(f"SELECT owner, {{left}} FROM {table} WHERE {condition}")
-        return {
-            owner: min(float(seconds), first.ttl)
-            for owner, seconds in session.rows(sql, parameters)
-        }
+        left = self.left(claims, live=live)
+        return {owner: min(seconds, ttl) for owner, seconds in left.items()}
 
     def _renew_each(self, claims: Sequence[Claim]) -> dict[str, float]:
         """Renew the claims one by one, without relying on a clock.
@@ -155,35 +171,14 @@ class Holders:
         """
         left: dict[str, float] = {}
         for claim in claims:
-            condition = self.condition(claim)
-            sql = self.writing(claim, self.renewed(), condition)
-            renewed = False
+            renewed = 0
             with suppress(RowLockedError):
-                renewed = self.session.ask(sql, self.of(claim)).changed == 1
+                renewed = self.write(self.renewed(), [claim])
             if renewed:
                 left[claim.owner] = claim.ttl
-            elif self._left(claim, condition) is not None:
+            elif self.left([claim]):
                 left[claim.owner] = 0.0
         return left
-
-    @staticmethod
-    def of(claim: Claim, **parameters: Any) -> dict[str, Any]:
-        """Return the parameters of a statement on the row of a claim."""
-        return {
-            "key": claim.key,
-            "owner": claim.owner,
-            "ttl": ticks(claim.ttl),
-            **parameters,
-        }
-
-    def _left(self, claim: Claim, condition: str) -> float | None:
-        """Return the seconds left of the lease of a claim's row, or None."""
-        table = "{claims}" if claim.shared else "{locks}"
-        key = "" if claim.shared else "key_resource = %(key)s AND "
-        sql = self.session.sql(f"SELECT {{left}} FROM {table} WHERE {key}{condition}")
-        for (left,) in self.session.rows(sql, self.of(claim)):
-            return float(left)
-        return None
 
     # Verification.
 
@@ -191,59 +186,51 @@ class Holders:
         if count is None:
             return self._verify_all(claims)
         (claim,) = claims
-        what = "hold_count = %(count)s"
+        what, live = "hold_count = %(count)s", not claim.late
         if claim.late:
             what += f", {self.renewed()}"
-        condition = self.condition(claim, live=not claim.late)
-        sql = self.writing(claim, what, condition)
-        write = partial(self.session.ask, sql, self.of(claim, count=count))
+
+        def write() -> bool:
+            return self.write(what, claims, live=live, count=count) == 1
+
         if claim.scope == "transaction" and not claim.shared:
             # This transaction has locked the row already, unless the server has rolled
             # it back in the meantime.
-            return write().changed == 1
+            return write()
         by_clock = self.store.observations is None
-        return self.retried(
-            lambda: write().changed == 1,
-            lambda: self._left(claim, condition),
-            claim.key,
-            taken_over=by_clock and not self.session.engine.one_writer,
-        )
+        taken_over = by_clock and not self.session.engine.one_writer
+        return self.retried(write, claim, live=live, taken_over=taken_over)
 
     def _verify_all(self, claims: Sequence[Claim]) -> bool:
         if any(claim.shared for claim in claims):
             return False
-        found: set[tuple[str, str]] = set()
-        held = self.condition(claims[0]).partition(" AND ")[2]
+        found: dict[str, float] = {}
         for start in range(0, len(claims), BATCH):
-            some = [claim.key for claim in claims[start : start + BATCH]]
-            mine, parameters = self.session.one_of("key_resource", some, "key")
-            sql = f"SELECT key_resource, owner FROM {{locks}} WHERE {mine}"
-            if held:
-                sql += f" AND {held}"
-            rows = self.session.rows(self.session.sql(sql), parameters)
-            found |= {(key, owner) for key, owner in rows}
-        return {(claim.key, claim.owner) for claim in claims} <= found
+            found |= self.left(claims[start : start + BATCH])
+        return {claim.owner for claim in claims} <= found.keys()
 
     def retried(
         self,
         write: Callable[[], bool],
-        left: Callable[[], float | None],
-        key: str,
+        claim: Claim,
         *,
+        live: bool = True,
         taken_over: bool = False,
+        left: Callable[[], Mapping[str, float]] | None = None,
     ) -> bool:
         """Retry to write a holder's own row, which others lock for moments.
 
-        Return False if it no longer belongs to the holder: ``left`` returns the seconds
-        left of its lease, or None. With ``taken_over``, also if the lease has expired
-        and an open transaction is taking it over.
+        Return False if it no longer belongs to the holder. With ``taken_over``, also if
+        the lease has expired and an open transaction is taking it over. ``left`` is the
+        method of that name, unless another session has to call it.
         """
+        left = left or partial(self.left, [claim], live=live)
         began, remaining = clock.real_now(), 0.0
         for number in itertools.count():
             with suppress(RowLockedError):
                 if write():
                     return True
-            found = left()
+            found = left().get(claim.owner)
             if found is None:
                 return False
             remaining = found
@@ -253,7 +240,7 @@ class Holders:
             time.sleep(random.uniform(0, 0.002 * 2 ** min(number, 5)))  # noqa: S311 (jitter)
         if taken_over and remaining <= 0:
             return False
-        raise self.locked(key)
+        raise self.locked(claim.key)
 
     def locked(self, key: str) -> LockBackendError:
         return LockBackendError(
@@ -272,14 +259,12 @@ class Holders:
 
     def expire(self, claim: Claim, ago: float) -> bool:
         """Let the lease of a claim have ended some seconds ago."""
-        condition = self.condition(claim, live=False)
-        sql = self.writing(claim, "end_time = {after:ttl}", condition)
-        parameters = {**self.of(claim), "ttl": -ticks(ago)}
-        return self.retried(
-            lambda: self.session.ask(sql, parameters).changed == 1,
-            lambda: self._left(claim, condition),
-            claim.key,
-        )
+
+        def write() -> bool:
+            what, ended = "end_time = {after:ttl}", -ticks(ago)
+            return self.write(what, [claim], live=False, ttl=ended) == 1
+
+        return self.retried(write, claim, live=False)
 
     # Release.
 

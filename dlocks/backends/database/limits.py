@@ -1,6 +1,6 @@
-"""What a session of dlocks is limited to: SQLite's waits, PostgreSQL's isolation.
+"""The turns of threads on SQLite, and the limits of its waits and flushes.
 
-The turns of threads on SQLite earn promise 6 of docs/safety.md.
+The turns earn promise 6 of docs/safety.md.
 """
 
 from __future__ import annotations
@@ -99,39 +99,3 @@ def _limited(connection: BaseDatabaseWrapper, flush: bool) -> Iterator[None]:
         except unless:
             # After an interrupt the connection may be closed already.
             pass
-
-
-class OwnIsolation:
-    """The isolation level of dlocks' own short transactions on PostgreSQL.
-
-    Above READ COMMITTED, they would fail each time another one was faster. At
-    SERIALIZABLE, transactions of callers would fail because of them. A row lock and one
-    snapshot for each statement are all that a step needs.
-    """
-
-    def __init__(self) -> None:
-        # The connection of psycopg that this thread used last, and whether its
-        # transactions begin above READ COMMITTED.
-        self._local = threading.local()
-
-    def lower(self, connection: BaseDatabaseWrapper, inside: bool) -> None:
-        """Let the transaction that has just begun run at READ COMMITTED.
-
-        It does not if it is ``inside`` of a caller's transaction.
-        """
-        if inside or connection.vendor != "postgresql":
-            return
-        raw, (known, is_above) = connection.connection, self._known
-        if known is raw and not is_above:
-            return
-        with connection.cursor() as cursor:
-            if known is not raw:
-                cursor.execute("SHOW transaction_isolation")
-                is_above = not cursor.fetchone()[0].startswith("read ")
-                self._local.known = raw, is_above
-            if is_above:
-                cursor.execute("SET TRANSACTION ISOLATION LEVEL READ COMMITTED")
-
-    @property
-    def _known(self) -> tuple[Any, bool]:
-        return getattr(self._local, "known", (None, False))

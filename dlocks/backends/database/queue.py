@@ -118,8 +118,7 @@ class Queue:
 
     def delete(self, claim: Claim) -> bool:
         """Delete the row of a claim, unless another transaction has locked it."""
-        engine = self.session.engine
-        sql = engine.many("{claims}", "", "owner = %(owner)s", engine.returning)
+        sql = self.session.engine.many("{claims}", "", "owner = %(owner)s")
         with suppress(RowLockedError):
             return self.session.ask(sql, {"owner": claim.owner}).changed == 1
         return False
@@ -145,13 +144,9 @@ class Queue:
 
     def _hear(self, owners: Sequence[str]) -> None:
         """Record a heartbeat of claims, except those that a step is granting."""
-        engine = self.session.engine
         mine, parameters = self.session.one_of("owner", owners, "owner")
-        sql = engine.many(
-            "{claims}",
-            "end_time = {after:heard}",
-            f"{mine} AND version IS NULL",
-            engine.returning,
+        sql = self.session.engine.many(
+            "{claims}", "end_time = {after:heard}", f"{mine} AND version IS NULL"
         )
         with suppress(RowLockedError):
             heard = {"heard": ticks(HEARTBEAT_TIMEOUT)}

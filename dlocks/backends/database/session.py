@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 from django.apps import apps
@@ -37,7 +37,7 @@ from dlocks.backends.database.failures import (
     is_refused,
     not_installed,
 )
-from dlocks.backends.database.limits import OwnIsolation, writer_limits
+from dlocks.backends.database.limits import writer_limits
 from dlocks.exceptions import LockBackendError, LockError
 from dlocks.runtime.connected import connection_of
 from dlocks.runtime.pools import close_lost
@@ -51,8 +51,8 @@ T = TypeVar("T")
 # Galera cluster, and sessions at SERIALIZABLE, lose races for as long as they write
 # concurrently.
 CONFLICTS, CONFLICT_DELAY = 40, 0.1
-# Maximum number of texts that are kept, and the longest of them, in characters.
-TEXTS, LONGEST_TEXT = 1000, 10_000
+# Maximum number of texts that are kept. The longest have several kilobytes.
+TEXTS = 256
 
 
 class StepError(Exception):
@@ -84,12 +84,13 @@ class Session:
     def __init__(self, database: str, *, prepare: bool | None = None) -> None:
         self.database = database
         self.prepare = prepare
-        self._texts: dict[str, str] = {}
-        self._statements: dict[Any, str] = {}
+        # Composed texts: statements with the names of the tables, and fast statements.
+        self.sql = lru_cache(TEXTS)(self._sql)
+        self.statement = lru_cache(TEXTS)(self._statement)
         # The connection of psycopg that this thread used last, and its cursors that
-        # prepare and are not in use, or None.
+        # prepare and are not in use, or None. And whether its transactions begin above
+        # READ COMMITTED.
         self._local = threading.local()
-        self._isolation = OwnIsolation()
 
     def of_alias(self, database: str) -> Session:
         """Return the session of another alias of the same database."""
@@ -107,21 +108,9 @@ class Session:
             raise not_installed()
         connection = self.connection
         if connection.vendor == "mysql":
-            self._ask_which(connection)
+            # Django queries the server for which one it is when it connects.
+            self._connect(connection)
         return engine_of(connection)
-
-    def _ask_which(self, connection: Any, *, again: bool = True) -> None:
-        # Django queries the server once. This may fail like any statement.
-        try:
-            bool(connection.mysql_is_mariadb)
-            return
-        except Error as error:
-            again = again and connection.connection is not None
-            if not again or self.in_transaction or is_in_statement():
-                raise self._failure(error, was_sent=False) from error
-        # The connection was lost in an earlier statement, which was not ours.
-        connection.close()
-        self._ask_which(connection, again=False)
 
     @property
     def in_transaction(self) -> bool:
@@ -164,32 +153,19 @@ class Session:
         failure.changed_nothing = True
         raise failure
 
-    def sql(self, text: str) -> str:
+    def _sql(self, text: str) -> str:
         """Return a statement with the names of the tables, and the engine's SQL."""
-        if (known := self._texts.get(text)) is not None:
-            return known
         found = self.engine.fill(text)
         for name, table in TABLES.items():
             quoted = qualified(table, self.connection, self.schema)
             # FOR UPDATE OF requires the name of a table without its schema.
             found = found.replace(f"{{of_{name}}}", quoted.rpartition(".")[2])
             found = found.replace(f"{{{name}}}", quoted)
-        if len(text) <= LONGEST_TEXT:
-            if len(self._texts) >= TEXTS:
-                self._texts.clear()
-            self._texts[text] = found
         return found
 
-    def statement(self, name: str, **options: Any) -> str:
-        """Return the text of a fast statement, which is composed only once.
-
-        ``name`` is the method of the engine that composes it.
-        """
-        key = name, *options.values()
-        if (known := self._statements.get(key)) is None:
-            composed = getattr(self.engine, name)(**options)
-            known = self._statements[key] = self.sql(composed)
-        return known
+    def _statement(self, name: str, **options: Any) -> str:
+        """Return the text that the method of the engine with this name composes."""
+        return self._sql(getattr(self.engine, name)(**options))
 
     def one_of(
         self, column: str, values: Sequence[Any], name: str
@@ -358,7 +334,8 @@ class Session:
         try:
             with around, transaction.atomic(using=self.database), within:
                 try:
-                    self._isolation.lower(self.connection, inside)
+                    if not inside and self.connection.vendor == "postgresql":
+                        self._lower_isolation()
                     yield
                 except BaseException as error:
                     raised = error
@@ -368,6 +345,22 @@ class Session:
             if raised is None or isinstance(raised, (Error, StepError, LockError)):
                 raise
             raise raised from None
+
+    def _lower_isolation(self) -> None:
+        """Let a transaction of dlocks that has just begun run at READ COMMITTED.
+
+        Above that, it would fail each time another one was faster. At SERIALIZABLE,
+        transactions of callers would fail because of it. A row lock and one snapshot
+        for each statement are all that a step needs.
+        """
+        raw = self.connection.connection
+        known, is_above = getattr(self._local, "isolation", (None, False))
+        if known is not raw:
+            ((level,),) = self.execute("SHOW transaction_isolation", {}).rows
+            is_above = not level.startswith("read ")
+            self._local.isolation = raw, is_above
+        if is_above:
+            self.execute("SET TRANSACTION ISOLATION LEVEL READ COMMITTED", {})
 
     @contextmanager
     def writing(self) -> Iterator[None]:

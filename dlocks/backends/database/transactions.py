@@ -9,7 +9,7 @@ row locks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -154,7 +154,12 @@ class TransactionLocks:
             # The rollback releases it.
             return True
         sql = self.session.statement("release_on_commit")
-        parameters = self.holders.of(claim, status=status, keep=ticks(keep))
+        parameters = {
+            "key": claim.key,
+            "owner": claim.owner,
+            "status": status,
+            "keep": ticks(keep),
+        }
         rows: Sequence[Any] = ()
         with suppress(RowLockedError):
             rows = self.session.run(self.session.prepared, sql, parameters).rows
@@ -172,105 +177,58 @@ class TransactionLocks:
             # In the schema in which the hold was granted. Sessions of the other alias
             # may begin with another search path.
             session = session.of_alias(database)
-        condition = self.holders.condition(claim, live=not claim.late)
-        parameters = self.holders.of(claim)
-        read = partial(self._read, session, claim, condition, parameters)
-        write = partial(self._renew, session, claim, condition, parameters)
+        own: dict[str, Any] = {"live": not claim.late, "session": session}
+        write = partial(self.holders.write, self.holders.renewed(), [claim], **own)
         if session.engine.vendor == "mysql":
             # One statement at READ COMMITTED. At another level it finds and locks
             # nothing.
-            fresh = f"{condition} AND {session.engine.fresh}"
             with suppress(RowLockedError):
-                if self._renew(session, claim, fresh, parameters):
+                if write(also=f" AND {session.engine.fresh}"):
                     return True
             level, rolls_back = self.isolation(session)
             if level not in STATEMENT_SNAPSHOTS:
-                # A plain SELECT would take the transaction's snapshot. MariaDB then
-                # refuses to lock a row that changed since (innodb_snapshot_isolation,
-                # 11.6). The rows of a TestCase cannot be seen from outside.
-                if not self.store.is_alone:
-                    outside = partial(
-                        self._read, self.session, claim, condition, parameters
-                    )
-                    read = partial(self.store.run_outside, outside)
-                if claim.shared:
-                    if (found := read()) is None:
-                        return False
-                    parameters["id"] = found[1]
-                write = partial(
-                    self._renew_by_primary_key,
-                    session,
-                    claim,
-                    condition,
-                    parameters,
-                    rolls_back=rolls_back,
-                )
+                return self._pin_by_primary_key(session, claim, rolls_back=rolls_back)
+        left = partial(self.holders.left, [claim], **own)
+        return self.holders.retried(lambda: write() == 1, claim, left=left)
 
-        def left() -> float | None:
-            found = read()
-            return None if found is None else float(found[0])
-
-        return self.holders.retried(write, left, claim.key)
-
-    def _renew(
-        self,
-        session: Session,
-        claim: Claim,
-        condition: str,
-        parameters: Mapping[str, Any],
-    ) -> bool:
-        table = "{claims}" if claim.shared else "{locks}"
-        if not claim.shared:
-            condition = f"key_resource = %(key)s AND {condition}"
-        engine = session.engine
-        sql = engine.many(table, self.holders.renewed(), condition, engine.returning)
-        return session.ask(sql, parameters).changed == 1
-
-    def _read(
-        self,
-        session: Session,
-        claim: Claim,
-        condition: str,
-        parameters: Mapping[str, Any],
-    ) -> Any:
-        """Return the seconds left of the lease, and the id of a share, or None."""
-        table, primary = "{locks}", "key_resource"
-        if claim.shared:
-            table, primary = "{claims}", "id"
-        else:
-            condition = f"key_resource = %(key)s AND {condition}"
-        sql = f"SELECT {{left}}, {primary} FROM {table} WHERE {condition}"
-        return next(iter(session.rows(session.sql(sql), parameters)), None)
-
-    def _renew_by_primary_key(
-        self,
-        session: Session,
-        claim: Claim,
-        condition: str,
-        parameters: Mapping[str, Any],
-        *,
-        rolls_back: bool,
+    def _pin_by_primary_key(
+        self, session: Session, claim: Claim, *, rolls_back: bool
     ) -> bool:
         """Lock and write a row in an InnoDB transaction above READ COMMITTED.
 
-        Return False if the row is locked. At that level a search by another index, or
-        one that skips a locked row, also locks the gap beside the row until the
-        transaction ends. Then no session can insert a row there. A search by the whole
-        primary key does not lock the gap.
+        At that level a search by another index, or one that skips a locked row, also
+        locks the gap beside the row until the transaction ends. Then no session can
+        insert a row there. A search by the whole primary key does not lock the gap.
+
+        A plain SELECT would take the transaction's snapshot. MariaDB then refuses to
+        lock a row that changed since (innodb_snapshot_isolation, 11.6). So another
+        session reads, except in a TestCase, whose rows it would not see.
         """
+        reader = session if self.store.is_alone else self.session
+        read = partial(self.holders.left, [claim], live=not claim.late, session=reader)
+        _, condition, parameters = self.holders.own([claim], live=not claim.late)
         row, table = "key_resource = %(key)s", "{locks} FORCE INDEX (PRIMARY)"
         if claim.shared:
             row, table = "id = %(id)s", "{claims} FORCE INDEX (PRIMARY)"
+            find = reader.sql("SELECT id FROM {claims} WHERE owner = %(owner)s")
+            found = self._outside(partial(reader.rows, find, parameters))
+            if not found:
+                return False
+            parameters["id"] = found[0][0]
         lock = session.sql(f"SELECT 1 FROM {table} WHERE {row} FOR UPDATE NOWAIT")
-        try:
-            session.run(session.execute, lock, parameters)
-        except RowLockedError as error:
-            if rolls_back:
-                raise self.holders.locked(claim.key) from error
-            return False
         what = self.holders.renewed()
-        sql = f"UPDATE {table} SET {what} WHERE {row} AND {condition}"
-        return session.ask(sql, parameters).changed == 1
+        renew = f"UPDATE {table} SET {what} WHERE {row} AND {condition}"
+
+        def write() -> bool:
+            try:
+                session.run(session.execute, lock, parameters)
+            except RowLockedError as error:
+                if rolls_back:
+                    raise self.holders.locked(claim.key) from error
+                return False
+            return session.ask(renew, parameters).changed == 1
+
+        return self.holders.retried(write, claim, left=lambda: self._outside(read))
 
 
 def _make_room(

@@ -61,10 +61,11 @@ def test_a_lost_race_in_a_transaction_locks_no_row(threads, until, monkeypatch):
 
         cursor.execute("SELECT pg_advisory_lock(7)")
         patch.setitem(vars(session), "engine", replace(engine, write=late))
-        patch.setattr(session, "_statements", {})
+        session.statement.cache_clear()
         threads(lose)
         until(waits)
         patch.undo()
+        session.statement.cache_clear()
         hold = db_lock("stock:7").acquire()
         cursor.execute("SELECT pg_advisory_unlock(7)")
     assert refused.wait(30)
