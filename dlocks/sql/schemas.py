@@ -10,9 +10,8 @@ so all processes agree on it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from django.apps import apps
 from django.db.backends.base.base import BaseDatabaseWrapper
@@ -39,9 +38,6 @@ FIND = (
 )
 # A quoted name, or a plain one, of a search path.
 NAME = re.compile(r'"((?:[^"]|"")*)"|([^\s,"]+)')
-
-# A function that executes a statement with its parameters and returns the rows.
-Ask = Callable[[str, Mapping[str, Any]], Sequence[Sequence[Any]]]
 
 _schemas: dict[tuple[str, str], str] = {}
 
@@ -80,7 +76,7 @@ class Tables:
         )
 
 
-def schema_of(connection: BaseDatabaseWrapper, ask: Ask | None = None) -> str:
+def schema_of(connection: BaseDatabaseWrapper) -> str:
     """Return the schema of the tables, or an empty string.
 
     It is empty on other engines, and before the tables exist. Only the first call of a
@@ -91,7 +87,7 @@ def schema_of(connection: BaseDatabaseWrapper, ask: Ask | None = None) -> str:
     # A test database has the same alias under another name.
     database = connection.alias, str(connection.settings_dict["NAME"])
     if database not in _schemas:
-        schema = find_tables(connection, ask).schema
+        schema = find_tables(connection).schema
         if not schema:
             # Not cached: the first migrate may be running.
             return ""
@@ -99,16 +95,12 @@ def schema_of(connection: BaseDatabaseWrapper, ask: Ask | None = None) -> str:
     return _schemas[database]
 
 
-def find_tables(connection: BaseDatabaseWrapper, ask: Ask | None = None) -> Tables:
+def find_tables(connection: BaseDatabaseWrapper) -> Tables:
     """Return the schemas with the tables, and a new session's search path."""
     locks = apps.get_registered_model("dlocks", "ResourceLock")
-    parameters = {"table": locks._meta.db_table}
-    if ask is not None:
-        rows = ask(FIND, parameters)
-    else:
-        with connection.cursor() as cursor:
-            cursor.execute(FIND, parameters)
-            rows = cursor.fetchall()
+    with connection.cursor() as cursor:
+        cursor.execute(FIND, {"table": locks._meta.db_table})
+        rows = cursor.fetchall()
     search_path, user, _ = rows[0]
     schemas = sorted(schema for *_, schema in rows if schema is not None)
     # Django sets this role when it connects. A role that the caller sets later does not

@@ -12,7 +12,6 @@ state, and gets what it needs in its constructor.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, ClassVar
 
 from django.db import IntegrityError, transaction
@@ -32,7 +31,7 @@ from dlocks.backends.database.holders import Holders
 from dlocks.backends.database.inspector import DatabaseInspector
 from dlocks.backends.database.keepers import Keepers
 from dlocks.backends.database.maintenance import Maintenance
-from dlocks.backends.database.notify import Notifications, send
+from dlocks.backends.database.notify import Notifications
 from dlocks.backends.database.queue import Queue
 from dlocks.backends.database.session import RowLockedError, Session
 from dlocks.backends.database.several import Several
@@ -123,24 +122,20 @@ class DatabaseBackend(Backend):
             self.session,
             self.run_outside,
             self.notifications,
+            prefix=lambda: self.prefix,
             grace=self.grace,
             observations=self.observations,
             deletes=self.deletes,
         )
-        direct = Direct(self.store, self._advance, send)
+        direct = Direct(self.store)
         self.queue = Queue(self.store, direct, contended)
         self.holders = Holders(self.store, self.queue, direct)
         self.transactions = TransactionLocks(self.store, self.holders, self.take)
         self.several = Several(self.store, self.holders)
-        self.keepers = Keepers(self.store, lambda: self.prefix)
-        self.maintenance = Maintenance(self.store, self.keepers, lambda: self.prefix)
-        self.records = HistoryTable(self.store, lambda: self.prefix)
+        self.keepers = Keepers(self.store)
+        self.maintenance = Maintenance(self.store, self.keepers)
+        self.records = HistoryTable(self.store)
         self.inspector = DatabaseInspector(self)
-
-    def _advance(self, key: str) -> None:
-        # The release before it has succeeded. The polls of the waiters do this as well.
-        with suppress(RowLockedError, LockBackendError):
-            self.store.step(key, rules.tidy)
 
     # Acquisition.
 
@@ -263,7 +258,7 @@ class DatabaseBackend(Backend):
                 # Django logs the name of a callback that fails, and a partial() has
                 # none.
                 def tidy() -> None:
-                    self._advance(claim.key)
+                    self.store.advance(claim.key)
 
                 transaction.on_commit(tidy, using=self.database, robust=True)
             status = "F" if failed else "S"

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from dlocks.backends.database.session import RowLockedError
 from dlocks.backends.database.state import to_text
 from dlocks.backends.database.store import Store
 from dlocks.sql.clock import LATER, ticks
-from dlocks.sql.engines import HELD, MINE
 from dlocks.values import Claim, Ticket
 
 # Tries on InnoDB, where a statement skips a row that another one has locked.
@@ -52,21 +52,11 @@ HAND_OVER, JOIN = _statement("hand_over"), _statement("join")
 
 
 class Direct:
-    """The part that hands keys over and queues claims in one round trip.
+    """The part that hands keys over and queues claims in one round trip."""
 
-    ``advance`` is called with a key whose queue needs a step.
-    """
-
-    def __init__(
-        self,
-        store: Store,
-        advance: Callable[[str], Any],
-        send: Callable[[Collection[str]], None],
-    ) -> None:
+    def __init__(self, store: Store) -> None:
         self.store = store
         self.session = store.session
-        self._advance = advance
-        self._send = send
 
     def hand_over(self, claim: Claim, status: str) -> int | None:
         """Release a key to its first waiter. Return the number of those left."""
@@ -78,15 +68,18 @@ class Direct:
             "near": notify.this_host() or "-",
         }
         text = HAND_OVER[self.session.engine.vendor]
-        if not (rows := self._rows(text, parameters)):
+        rows: Sequence[Any] = ()
+        with suppress(RowLockedError):
+            rows = self._packet(text, parameters)
+        if not rows:
             return None
         # On SQLite, the channel comes from a second statement.
         taken, waiters, *_ = rows[0]
         if taken:
-            self._send({rows[0][2] if rows[0][2:] else rows[1][0]})
+            notify.send({rows[0][2] if rows[0][2:] else rows[1][0]})
         elif waiters:
             # The waiters want shared holds, or joined after this had begun.
-            self._advance(claim.key)
+            self.store.advance(claim.key)
         return int(waiters)
 
     def join(self, claim: Claim, channel: str) -> Ticket | None:
@@ -110,35 +103,22 @@ class Direct:
             "holding": to_text(claim.holding),
         }
         text = JOIN[self.session.engine.vendor]
+        rows = self._packet(text, parameters, flush=False)
+        return Ticket(position=rows[0][0]) if rows else None
+
+    def _packet(
+        self, text: str, parameters: dict[str, Any], *, flush: bool = True
+    ) -> Sequence[Any]:
+        """Send a request, on InnoDB again if it has skipped the row, which is locked.
+
+        It is a transaction of its own. Raise RowLockedError within another one, and if
+        the row stays locked.
+        """
         for number in range(TRIES):
             if self.session.in_transaction:
                 break
-            rows = self.session.packet(text, parameters, flush=False)
-            if not rows:
-                return None
-            if (position := rows[0][0]) is not None:
-                return Ticket(position=position)
-            time.sleep(random.uniform(0, 0.0005 * 2**number))  # noqa: S311 (jitter)
-        raise RowLockedError
-
-    def _rows(self, text: str, parameters: dict[str, Any]) -> Sequence[Any]:
-        if self.session.in_transaction:
-            # The request is a transaction of its own.
-            return ()
-        for number in range(TRIES):
-            try:
-                rows = self.session.packet(text, parameters)
-            except RowLockedError:
-                return ()
-            if rows or not self._is_skipped(parameters):
+            rows = self.session.packet(text, parameters, flush=flush)
+            if not rows or rows[0][0] is not None:
                 return rows
             time.sleep(random.uniform(0, 0.0005 * 2**number))  # noqa: S311 (jitter)
-        return ()
-
-    def _is_skipped(self, parameters: dict[str, Any]) -> bool:
-        """Return whether a claim holds its key, but its row was locked, on InnoDB."""
-        if self.session.engine.vendor != "mysql":
-            return False
-        mine = f"key_resource = %(key)s AND {MINE} AND {HELD}"
-        sql = self.session.sql(f"SELECT 1 FROM {{locks}} WHERE {mine}")
-        return bool(self.session.rows(sql, parameters))
+        raise RowLockedError

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,9 +34,8 @@ class EndedHold:
 class HistoryTable:
     """The part that records ended holds."""
 
-    def __init__(self, store: Store, prefix: Callable[[], str]) -> None:
+    def __init__(self, store: Store) -> None:
         self.store = store
-        self.prefix = prefix
         self.session = store.session
 
     @property
@@ -85,7 +84,9 @@ class HistoryTable:
         """
         from dlocks.models import under
 
-        old = self.records.filter(under(self.prefix()), end_time__lte=Once(-older_than))
+        old = self.records.filter(
+            under(self.store.prefix()), end_time__lte=Once(-older_than)
+        )
         if dry_run:
             yield self.session.unlocked(old.count)
             return
@@ -95,9 +96,6 @@ class HistoryTable:
             with self.session.writing():
                 return int(self.records.filter(pk__in=ids).delete()[0])
 
-        while found := self.session.unlocked(_listed, oldest[:BATCH]):
+        found: list[int]
+        while found := self.session.unlocked(list, oldest[:BATCH]):
             yield self.session.unlocked(delete, found)
-
-
-def _listed(rows: Any) -> list[int]:
-    return list(rows)

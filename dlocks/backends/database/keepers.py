@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -78,15 +78,11 @@ class Writer(NamedTuple):
 
 
 class Keepers:
-    """The part that finds the open transactions which keep keys.
+    """The part that finds the open transactions which keep keys."""
 
-    ``prefix`` returns that of the backend.
-    """
-
-    def __init__(self, store: Store, prefix: Callable[[], str]) -> None:
+    def __init__(self, store: Store) -> None:
         self.store = store
         self.session = store.session
-        self.prefix = prefix
         # Whether the user may read the row locks of MySQL.
         self._may_read_locks = True
 
@@ -108,7 +104,7 @@ class Keepers:
         if keys is not None:
             locks = locks.filter(pk__in=keys)
             claims = claims.filter(key_resource__in=keys)
-        elif prefix := self.prefix():
+        elif prefix := self.store.prefix():
             from dlocks.models import under
 
             locks, claims = locks.filter(under(prefix)), claims.filter(under(prefix))

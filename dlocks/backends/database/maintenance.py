@@ -24,16 +24,13 @@ from dlocks.values import Holder
 class Maintenance:
     """Operations on the locks, shared holds and claims of other processes.
 
-    The queue advances after each of them. ``prefix`` returns that of the backend.
+    The queue advances after each of them.
     """
 
-    def __init__(
-        self, store: Store, keepers: Keepers, prefix: Callable[[], str]
-    ) -> None:
+    def __init__(self, store: Store, keepers: Keepers) -> None:
         self.store = store
         self.keepers = keepers
         self.session = store.session
-        self.prefix = prefix
 
     # Ending holds and claims.
 
@@ -89,10 +86,9 @@ class Maintenance:
                     return rules.release(state, one.claim, at)[0], True
             return state, False
 
-        def exists(now: Key) -> bool:
-            return any(one.pk == number for one in now.claims)
-
-        return self._end(key, rule, exists)
+        return self._end(
+            key, rule, lambda now: number in {one.pk for one in now.claims}
+        )
 
     def _end(
         self,
@@ -158,7 +154,7 @@ class Maintenance:
         shares = claims.filter(version__isnull=False, **expired)
         if dry_run:
             for page in self._pages(shares):
-                mine = [pk for pk, key in page if key.startswith(self.prefix())]
+                mine = [pk for pk, key in page if key.startswith(self.store.prefix())]
                 yield self._count_unlocked(mine, shares=True)
             return
         counted = self.store.locks.filter(Q(waiters__gt=0) | Q(shares__gt=0))
@@ -166,7 +162,7 @@ class Maintenance:
             yield sum(self.tidy(key)[0] for (key,) in page)
         # The remaining claims are not counted, or have no lock row.
         for page in self._pages(claims.filter(**expired)):
-            keys = {key for _, key in page if key.startswith(self.prefix())}
+            keys = {key for _, key in page if key.startswith(self.store.prefix())}
             yield sum(self.tidy(key)[0] for key in sorted(keys))
 
     def purge(self, idle_for: float, *, dry_run: bool = False) -> Iterator[int]:
@@ -209,7 +205,7 @@ class Maintenance:
         The key is the first column of each row.
         """
         # Keys are ordered by their bytes, so the keys with the prefix are contiguous.
-        prefix = self.prefix()
+        prefix = self.store.prefix()
         for page in self._pages(rows.filter(pk__gte=prefix)):
             mine = [row for row in page if row[0].startswith(prefix)]
             if mine:

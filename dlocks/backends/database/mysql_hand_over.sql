@@ -1,4 +1,4 @@
--- Release a key, and grant it to the first waiter if that wants it alone. Nothing is
+-- Release a key, and grant it to the first waiter if that wants it alone. NULL is
 -- returned if its row is locked.
 START TRANSACTION;
 
@@ -42,5 +42,10 @@ WHERE key_resource = %(key)s AND @dlocks_done = 1;
 
 COMMIT;
 
-SELECT @dlocks_id IS NOT NULL, @dlocks_waiters, @dlocks_channel
-FROM DUAL WHERE @dlocks_done = 1
+SELECT
+  IF(@dlocks_done = 1, @dlocks_id IS NOT NULL, NULL), @dlocks_waiters, @dlocks_channel
+FROM DUAL
+WHERE @dlocks_done = 1 OR EXISTS (
+  SELECT 1 FROM {locks}
+  WHERE key_resource = %(key)s AND owner = %(owner)s AND status = 'P' AND shares = 0
+)

@@ -141,10 +141,12 @@ class Session:
     def schema(self) -> str:
         """The schema of the tables on PostgreSQL. See ``dlocks.sql.schemas``."""
         connection = self.connection
-        schema = schema_of(connection, self.rows)
-        if schema or connection.vendor != "postgresql":
+        if connection.vendor != "postgresql":
+            return ""
+        if schema := self.unlocked(schema_of, connection):
             return schema
-        if refusal := find_tables(connection, self.rows).refusal(self.database):
+        tables = self.unlocked(find_tables, connection)
+        if refusal := tables.refusal(self.database):
             raise ImproperlyConfigured(refusal)
         failure = LockBackendError(
             f"Database {self.database!r} is not migrated (no schema of its search path"

@@ -13,11 +13,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from django.db import IntegrityError
 from django.db.models import CharField, Func, Value
 
+from dlocks.backends import table as rules
 from dlocks.backends.base import HEARTBEAT_TIMEOUT, UnstorableKeyError
 from dlocks.backends.database.expiry import Observations
 from dlocks.backends.database.failures import not_installed, unreadable
@@ -32,15 +33,13 @@ from dlocks.backends.database.state import (
     to_text,
 )
 from dlocks.backends.table import Held, KeyState, Moment, Waiting
+from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
 from dlocks.sql.charset import fitted
 from dlocks.sql.clock import After, At, Now, ticks
 from dlocks.sql.locked_rows import InTransaction
 from dlocks.transactions import in_testcase
 from dlocks.values import Claim
-
-if TYPE_CHECKING:
-    from dlocks.models import LockClaim, ResourceLock
 
 T = TypeVar("T")
 
@@ -54,6 +53,8 @@ DELETE_AFTER = 10.0
 BATCH = 500
 # Seconds after which the server ends a session that idles in a step.
 IDLE_LIMIT = "2s"
+# A write of the table that changes no row.
+NOTHING = "UPDATE {locks} SET version = version WHERE key_resource IS NULL"
 
 
 class AbsentError(StepError):
@@ -73,11 +74,14 @@ class Store:
         run_outside: Callable[[Callable[[], Any]], Any],
         notifications: Notifications,
         *,
+        prefix: Callable[[], str],
         grace: float,
         observations: Observations | None = None,
         deletes: bool = False,
     ) -> None:
         self.session = session
+        # Returns the prefix of the backend's keys.
+        self.prefix = prefix
         self.grace = grace
         # Detects dead holders if no clock is trusted.
         self.observations = observations
@@ -107,6 +111,10 @@ class Store:
             session.engine.one_writer or in_testcase(session.connection)
         )
 
+    def outside(self, function: Callable[[], Any]) -> Any:
+        """Call a function outside of the caller's transaction, unless that is alone."""
+        return function() if self.is_alone else self.run_outside(function)
+
     # What can be stored.
 
     def fitted(self, text: str) -> str:
@@ -131,13 +139,15 @@ class Store:
 
         ``by_clock`` trusts the database's clock in any case, to show them to people.
         """
-        return self.session.unlocked(self._read, keys, not by_clock)
+        asked_at = None if by_clock else clock.now()
+        return self.session.unlocked(self._read, keys, asked_at)
 
     def peek(self, key: str, *, by_clock: bool = False) -> Key | None:
         """Return a key without its claims."""
-        rows, asked_at = self.locks.annotate(now=Now()).filter(pk=key), clock.now()
+        asked_at = None if by_clock else clock.now()
+        rows = self.locks.annotate(now=Now()).filter(pk=key)
         row: Any = next(iter(self.session.unlocked(list, rows)), None)
-        return row and self._key(row, [], asked_at, observed=not by_clock)
+        return row and self._key(row, [], asked_at)
 
     def refuse_locked_table(self) -> None:
         """Raise TableLockedError if not only rows are locked, but the table of keys.
@@ -145,33 +155,35 @@ class Store:
         A backup may let others read the table. So this writes, but no row.
         """
         session = self.session
-        sql = "UPDATE {locks} SET version = version WHERE key_resource IS NULL"
         if not session.engine.one_writer:
-            session.unlocked(session.execute, session.sql(sql), {})
+            session.unlocked(session.execute, session.sql(NOTHING), {})
 
-    def _read(self, keys: Sequence[str], observed: bool) -> dict[str, Key]:
+    def _read(self, keys: Sequence[str], asked_at: float | None) -> dict[str, Key]:
         # The claims come first. One that is granted in between is found in the row.
-        claims: dict[str, list[Any]] = {key: [] for key in keys}
-        asked_at = clock.now()
-        found = self.claims.filter(key_resource__in=keys).order_by("pk")
-        for claim in found.annotate(now=Now()):
-            claims[claim.key_resource].append(claim)
-        shown = {} if observed else {"is_kept": InTransaction()}
+        claims = self._claims_of(keys)
+        shown = {} if asked_at is not None else {"is_kept": InTransaction()}
         rows = self.locks.annotate(now=Now(), **shown).filter(pk__in=keys)
-        return {
-            row.pk: self._key(row, claims[row.pk], asked_at, observed=observed)
-            for row in rows
-        }
+        return {row.pk: self._key(row, claims[row.pk], asked_at) for row in rows}
+
+    def _claims_of(self, keys: Sequence[str]) -> dict[str, list[Any]]:
+        found: dict[str, list[Any]] = {key: [] for key in keys}
+        claims = self.claims.filter(key_resource__in=keys).annotate(now=Now())
+        for one in claims.order_by("pk"):
+            found[one.key_resource].append(one)
+        return found
 
     def _key(
         self,
         row: Any,
         claims: Sequence[Any],
-        asked_at: float,
+        asked_at: float | None,
         mine: str = "",
-        *,
-        observed: bool = True,
     ) -> Key:
+        """Return a key as it was read.
+
+        Its leases end by the database's clock if ``asked_at``, the time of the request,
+        is None. ``mine`` is the owner of the claim for which it was locked.
+        """
         # The row was read before or after the claims.
         date = max(one.now for one in (row, *claims))
         now = date.timestamp()
@@ -181,7 +193,7 @@ class Store:
         at = Moment(now, self.grace, ticks(now), date)
         shares, queue = [], []
         for one in claims:
-            end = self._end(one, now, asked_at if observed else None)
+            end = self._end(one, now, asked_at)
             if one.version is None:
                 queue.append(Waiting(claim_of(one), one.pk, end))
             else:
@@ -199,7 +211,7 @@ class Store:
             holder=row.holder,
             owner_ip=row.owner_ip,
         )
-        end = self._end(row, now, asked_at if observed else None)
+        end = self._end(row, now, asked_at)
         held = Held(last, row.version, row.begin_time or date, end, row.hold_count)
         state = KeyState(
             row.version, held, row.status != "P", tuple(shares), tuple(queue)
@@ -243,6 +255,14 @@ class Store:
         result, now = self._transaction(work, wait, draws=draws, in_turn=in_turn)
         self.notifications.send(now.notified)
         return result, now
+
+    def advance(self, key: str) -> None:
+        """Let the queue of a key advance, if that can be.
+
+        The release before it has succeeded. The polls of the waiters do this as well.
+        """
+        with suppress(RowLockedError, LockBackendError):
+            self.step(key, rules.tidy)
 
     def step_all(
         self,
@@ -328,38 +348,30 @@ class Store:
         session = self.session
         if session.begins_as_reader:
             # A transaction that has only read cannot always continue with a write.
-            nothing = "UPDATE {locks} SET version = version WHERE key_resource IS NULL"
-            session.execute(session.sql(nothing), {})
+            session.execute(session.sql(NOTHING), {})
         if in_turn:
-            self._wait_in_turn(keys)
-        rows = self.locks.select_for_update(nowait=not (wait and self._limits))
-        asked_at = clock.now()
-        rows = rows.annotate(now=Now(), **self._settings(wait, flush))
+            one_row, parameters = session.one_of("key_resource", keys, "key")
+            sql = f"SELECT 1 FROM {{locks}} WHERE {one_row}{session.engine.in_turn}"
+            session.execute(session.sql(sql), parameters)
+        settings, asked_at = self._settings(wait, flush), clock.now()
+        rows = self.locks.select_for_update(nowait=not settings)
+        rows = rows.annotate(now=Now(), **settings)
         locked = list(rows.filter(pk__in=keys).order_by("pk"))
         if len(locked) < len(keys):
             raise AbsentError({*keys} - {row.pk for row in locked})
         # A second statement, since the first one may have waited for a row.
-        claims = self.claims.filter(key_resource__in=keys).annotate(now=Now())
-        found = list(claims.order_by("pk"))
-        by_key: dict[str, list[Any]] = {row.pk: [] for row in locked}
-        for one in found:
-            by_key[one.key_resource].append(one)
+        claims = self._claims_of(keys)
         return [
-            self._without_kept(self._key(row, by_key[row.pk], asked_at, mine))
+            self._without_kept(self._key(row, claims[row.pk], asked_at, mine))
             for row in locked
         ]
 
-    @property
-    def _limits(self) -> bool:
-        """Return whether the statement that locks a row can set limits.
-
-        In a TestCase, they would stay.
-        """
-        return self.session.engine.limits_waits and not self.session.is_nested
-
     def _settings(self, wait: float, flush: bool) -> dict[str, Any]:
-        """Return what the statement that locks a row sets for its transaction."""
-        if not self._limits:
+        """Return what the statement that locks a row sets for its transaction.
+
+        In a TestCase, the settings would stay.
+        """
+        if not self.session.engine.limits_waits or self.session.is_nested:
             return {}
         settings = {
             "lock_timeout": f"{max(1, round(wait * 1000))}ms",
@@ -377,12 +389,6 @@ class Store:
             )
             for name, value in settings.items()
         }
-
-    def _wait_in_turn(self, keys: Sequence[str]) -> None:
-        mine, parameters = self.session.one_of("key_resource", keys, "key")
-        sql = f"SELECT 1 FROM {{locks}} WHERE {mine} ORDER BY key_resource"
-        sql = self.session.sql(sql + self.session.engine.in_turn)
-        self.session.execute(sql, parameters)
 
     def _without_kept(self, key: Key) -> Key:
         """Return a locked key in which no share has ended that a transaction keeps."""
@@ -484,7 +490,7 @@ class Store:
         position: int | None = None,
         held: Held | None = None,
     ) -> Any:
-        row: Any = _models()[1](
+        row = _models()[1](
             id=position,
             key_resource=claim.key,
             owner=claim.owner,
@@ -548,10 +554,7 @@ class Store:
         An uncommitted insert would make all other callers wait. Return False if that of
         another transaction was in the way, or if ``until`` has passed.
         """
-        create = partial(self._create, keys, until)
-        if self.session.in_transaction and not self.is_alone:
-            return bool(self.run_outside(create))
-        return create()
+        return bool(self.outside(partial(self._create, keys, until)))
 
     def _create(self, keys: Sequence[str], until: float) -> bool:
         session, created = self.session, 0
@@ -592,7 +595,7 @@ class Store:
         )
 
 
-def _models() -> tuple[type[ResourceLock], type[LockClaim]]:
+def _models() -> tuple[Any, Any]:
     try:
         from dlocks.models import LockClaim, ResourceLock
     except RuntimeError as error:

@@ -67,7 +67,7 @@ class TransactionLocks:
             else:
                 step = partial(self.store.step, claim.key, _make_room, claim)
                 try:
-                    ended, _key = self._outside(step)
+                    ended, _key = self.store.outside(step)
                 except RowLockedError:
                     # A transaction holds the key.
                     break
@@ -75,11 +75,6 @@ class TransactionLocks:
                     break
                 takeover |= ended
         return None
-
-    def _outside(self, function: Callable[[], Any]) -> Any:
-        if self.store.is_alone:
-            return function()
-        return self.store.run_outside(function)
 
     def _take_or_undo(self, claim: Claim) -> int | None:
         """Acquire in a savepoint, so that a row that was not granted is unlocked.
@@ -211,7 +206,7 @@ class TransactionLocks:
         if claim.shared:
             row, table = "id = %(id)s", "{claims} FORCE INDEX (PRIMARY)"
             find = reader.sql("SELECT id FROM {claims} WHERE owner = %(owner)s")
-            found = self._outside(partial(reader.rows, find, parameters))
+            found = self.store.outside(partial(reader.rows, find, parameters))
             if not found:
                 return False
             parameters["id"] = found[0][0]
@@ -228,7 +223,7 @@ class TransactionLocks:
                 return False
             return session.ask(renew, parameters).changed == 1
 
-        return self.holders.retried(write, claim, left=lambda: self._outside(read))
+        return self.holders.retried(write, claim, left=lambda: self.store.outside(read))
 
 
 def _make_room(
