@@ -199,11 +199,8 @@ class Store:
             else:
                 if unclocked and one.owner == mine:
                     end = max(end, now + MOMENT)
-                shares.append(
-                    Held(
-                        claim_of(one), one.version, one.begin_time, end, one.hold_count
-                    )
-                )
+                since, count = one.begin_time, one.hold_count
+                shares.append(Held(claim_of(one), one.version, since, end, count))
         last = Claim(
             key=row.pk,
             ttl=0.0,
@@ -301,7 +298,6 @@ class Store:
     ) -> T:
         """Call ``work`` in a transaction of its own, again after lost races."""
         engine = self.session.engine
-        in_turn = in_turn and bool(engine.in_turn)
 
         def attempt(turn: bool) -> T:
             with self.session.transaction():
@@ -325,7 +321,7 @@ class Store:
             except RowLockedError:
                 if engine.limits_waits or time.monotonic() > began + wait:
                     raise
-                turn = in_turn
+                turn = in_turn and bool(engine.in_turn)
                 if not turn:
                     time.sleep(random.uniform(0, pause))  # noqa: S311 (jitter)
                     pause = min(2 * pause, 0.016)
