@@ -34,7 +34,7 @@ class CheckedModel(models.Model):
 
     def _condition(self, held: int) -> dict[str, Any]:
         """Return the filter that the row must match."""
-        raise NotImplementedError
+        return {self._checked_field().attname: held}
 
     def _advance(self, held: int) -> int:
         """Return the field's value after the write."""

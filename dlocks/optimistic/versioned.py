@@ -107,9 +107,6 @@ class VersionedModel(CheckedModel):
     def _checked_field(cls) -> VersionField:
         return version_field(cls)
 
-    def _condition(self, held: int) -> dict[str, Any]:
-        return {version_field(type(self)).attname: held}
-
     def _advance(self, held: int) -> int:
         return new_version(held)
 
