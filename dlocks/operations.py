@@ -42,9 +42,17 @@ class NotCleared(Exception):  # noqa: N818 (a refusal, not an error)
         self.lock = lock
 
 
+def is_key(backend: Backend, key: str) -> bool:
+    """Return whether rows of the backend can have this full key.
+
+    PostgreSQL raises an error for a NUL in a query's parameter.
+    """
+    return "\0" not in key and key.startswith(backend.prefix)
+
+
 def shown(backend: Backend, key: str) -> LockRow | None:
     """Return a lock by its full key, which includes the prefix."""
-    if "\0" in key or not key.startswith(backend.prefix):
+    if not is_key(backend, key):
         return None
     if not isinstance(backend, DatabaseBackend):
         return next(listed(backend, [key]), None)
@@ -89,12 +97,12 @@ def locks_of(backend: DatabaseBackend, keys: Sequence[str] | None = None) -> Any
     )
 
 
-def claims(backend: DatabaseBackend, keys: Sequence[str]) -> Any:
+def claims(backend: DatabaseBackend, keys: Iterable[str]) -> Any:
     """Return the claims on these full keys: shared holds and queued claims.
 
     They are ordered by key, then by position.
     """
-    mine = [key for key in keys if key.startswith(backend.prefix)]
+    mine = [key for key in keys if is_key(backend, key)]
     found = (
         LockClaim.objects.using(backend.database)
         .by_clock(backend.keepers.kept(mine))
@@ -103,7 +111,7 @@ def claims(backend: DatabaseBackend, keys: Sequence[str]) -> Any:
     return found.filter(key_resource__in=mine).order_by("key_resource", "id")
 
 
-def shares(backend: Backend, keys: Sequence[str], token: int | None = None) -> Any:
+def shares(backend: Backend, keys: Iterable[str], token: int | None = None) -> Any:
     """Return the shared holds of these full keys, or only that with a token."""
     if not isinstance(backend, DatabaseBackend):
         found = [share for lock in listed(backend, keys) for share in lock.sharers]

@@ -26,7 +26,9 @@ from dlocks.operations import (
     describe,
     end_share,
     in_row,
+    is_key,
     locks_of,
+    shares,
     take_out,
 )
 from dlocks.text import printable
@@ -73,7 +75,8 @@ def stale_of(admin: Any, request: HttpRequest, found: Any) -> list[Target] | Non
     selected = _selected(admin, request, found.filter(state=LockState.STALE))
     if selected is None:
         return None
-    targets = [Target.of(claim) for claim in _claims(request, selected).filter(STALE)]
+    of_keys = claims(Source.of(request).database, selected)
+    targets = [Target.of(claim) for claim in of_keys.filter(STALE)]
     claimed = {target.key for target in targets}
     targets += [
         Target(key, "lock", 0 if lock is None else lock.version)
@@ -96,7 +99,7 @@ def held_of(
     if selected is None:
         return None
     holds = [
-        *_claims(request, selected).filter(version__isnull=False),
+        *shares(Source.of(request).database, selected),
         *(
             lock
             for lock in selected.values()
@@ -118,7 +121,7 @@ def rows_of(
 ) -> list[tuple[Target, LockRow | None]]:
     """Return each target with its present row, or with None if it has changed."""
     targets = list(targets)
-    keys = [one.key for one in targets if _is_key(backend, one.key)]
+    keys = [one.key for one in targets if is_key(backend, one.key)]
     numbers: dict[Kind, list[int]] = {"lock": [], "share": [], "claim": []}
     for target in targets:
         numbers[target.kind].append(target.number)
@@ -159,19 +162,10 @@ def _selected(
         # Such a lock must be reported.
         fields = request.POST.getlist(helpers.ACTION_CHECKBOX_NAME)
         chosen = list(map(from_form, fields))
-        keys = [key for key in chosen if _is_key(backend, key)]
+        keys = [key for key in chosen if is_key(backend, key)]
         found = locks_of(backend, keys).in_bulk(keys)
         selected = {key: found.get(key) for key in chosen}
     return selected if _is_accepted(admin, request, len(selected)) else None
-
-
-def _claims(request: HttpRequest, keys: Iterable[str]) -> Any:
-    backend = Source.of(request).database
-    return claims(backend, [key for key in keys if _is_key(backend, key)])
-
-
-def _is_key(backend: DatabaseBackend, key: str) -> bool:
-    return "\0" not in key and key.startswith(backend.prefix)
 
 
 def _is_accepted(admin: Any, request: HttpRequest, number: int) -> bool:

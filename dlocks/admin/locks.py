@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from django.contrib import admin, messages
-from django.contrib.admin.utils import quote, unquote
+from django.contrib.admin.utils import unquote
 from django.core.exceptions import PermissionDenied
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.template.response import TemplateResponse
@@ -35,9 +35,10 @@ from dlocks.operations import (
     LockRow,
     claims,
     in_row,
-    locks_of,
+    is_key,
     mode,
     name_of,
+    shown,
     time_left,
     with_positions,
 )
@@ -113,17 +114,13 @@ class ResourceLockAdmin(ReadOnlyAdmin):
     def get_object(
         self, request: HttpRequest, object_id: str, from_field: str | None = None
     ) -> Any:
-        """Return a lock. A key without a row is free.
-
-        PostgreSQL raises an error for a NUL in a query's parameter.
-        """
-        source = Source.of(request)
-        if source.rows is None or "\0" in object_id or len(object_id) > KEY_LENGTH:
+        """Return a lock. A key without a row is free."""
+        backend = Source.of(request).rows
+        if backend is None or len(object_id) > KEY_LENGTH:
             return None
-        if not object_id.startswith(source.rows.prefix):
+        if not is_key(backend, object_id):
             return None
-        found = locks_of(source.rows, [object_id]).filter(pk=object_id).first()
-        return ResourceLock(pk=object_id) if found is None else found
+        return shown(backend, object_id) or ResourceLock(pk=object_id)
 
     def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> Any:
         source = Source.of(request)
@@ -147,7 +144,6 @@ class ResourceLockAdmin(ReadOnlyAdmin):
         # No link of the page leads to a part of it.
         request.GET = query  # type: ignore[assignment]
         return {
-            **Source.of(request).context,
             "past": past,
             "part": part if part in PARTS else "",
             "query": query.urlencode(),
@@ -155,9 +151,6 @@ class ResourceLockAdmin(ReadOnlyAdmin):
             "every": NOW if request.GET.get("state") != LockState.FREE else PAST,
             "every_past": PAST,
             "as_of": moment(datetime.now(UTC)).rpartition(" ")[2],
-            "end": reverse(
-                "admin:dlocks_resourcelock_end", current_app=self.admin_site.name
-            ),
         }
 
     def _part_of(self, response: HttpResponse) -> HttpResponse:
@@ -251,9 +244,8 @@ class ResourceLockAdmin(ReadOnlyAdmin):
             "",
             '<li><bdi class="dlocks-holder">{}</bdi> <small>{}{}</small></li>',
             (
-                (name_of(claim), shown_duration(claim.seconds_held), holds)
+                (name_of(claim), shown_duration(claim.seconds_held), self._holds(claim))
                 for claim in lock.queue
-                for holds in [self._holds(claim)]
             ),
         )
         more = _more(lock.waiting - len(lock.queue)) if lock.queue else ""
@@ -307,9 +299,7 @@ class ResourceLockAdmin(ReadOnlyAdmin):
         form_url: str = "",
         extra_context: Any = None,
     ) -> HttpResponse:
-        if not self.has_view_permission(request):
-            raise PermissionDenied
-        if request.method == "POST":
+        if not self.has_view_permission(request) or request.method == "POST":
             raise PermissionDenied
         key = unquote(object_id)
         lock = self.get_object(request, key)
@@ -329,11 +319,6 @@ class ResourceLockAdmin(ReadOnlyAdmin):
             original=lock,
             page="key",
             sql=_sql(Source.of(request).database, key),
-            history_url=reverse(
-                "admin:dlocks_resourcelock_history",
-                args=[quote(key)],
-                current_app=self.admin_site.name,
-            ),
             **context,
         )
 
@@ -438,20 +423,17 @@ class ResourceLockAdmin(ReadOnlyAdmin):
         error: str = "",
     ) -> HttpResponse:
         """Return the page that asks for the reason of a forced release."""
-        shown = changes.rows_of(Source.of(request).database, targets)
+        present = changes.rows_of(Source.of(request).database, targets)
         row = self.cells(request).row
         return self._page(
             request,
             "force_release_confirmation",
             title=_("Force release"),
             back=back,
-            end=reverse(
-                "admin:dlocks_resourcelock_end", current_app=self.admin_site.name
-            ),
             left_out=left_out,
             any_held=any(
                 now is not None and now.state == LockState.HELD
-                for _target, now in shown
+                for _target, now in present
             ),
             any_share=any(target.kind == "share" for target in targets),
             holds=[
@@ -463,7 +445,7 @@ class ResourceLockAdmin(ReadOnlyAdmin):
                 }
                 if now is None
                 else row(now, buttons=False)
-                for target, now in shown
+                for target, now in present
             ],
             with_keys=True,
             reason=request.POST.get("reason", ""),

@@ -68,6 +68,14 @@ def test_the_button_clears_only_the_hold_it_was_beside(clearer, address):
 
 
 @pytest.mark.driver
+@pytest.mark.parametrize("kind", ["lock", "share", "claim"])
+def test_a_key_that_no_row_can_have_is_left_unchanged(clearer, kind):
+    """A key with a NUL, which PostgreSQL refuses, is reported and is no error."""
+    text = told(end(clearer, {"clear": f"{kind} 1 nul\0"}))
+    assert "1 lock was left unchanged" in text
+
+
+@pytest.mark.driver
 def test_stale_locks_are_cleared_and_logged(clearer):
     """Stale locks become free; the message names them, the log names the user.
 
