@@ -62,9 +62,9 @@ nightly: export DLOCKS_TEST_VOLUME ?= $(or $(VOLUME),3)
 nightly: servers mysql backend-servers $(VENV)/.test-backends $(VENV)/.bench $(VENV)/.docs
 	@failed=0; for task in 'run sqlite -- -m nightly' 'run postgresql -- -m nightly tests/project' \
 	    'run sqlite postgresql mariadb mysql' 'run backends' \
-	    'campaign --quiet --minutes $(or $(MINUTES),10)' \
-	    'campaign --quiet --minutes $(or $(MINUTES),10) --backend sqlite' \
-	    'campaign --quiet --minutes $(or $(MINUTES),10) --backend postgresql' \
+	    'campaign --minutes $(or $(MINUTES),10)' \
+	    'campaign --minutes $(or $(MINUTES),10) --backend sqlite' \
+	    'campaign --minutes $(or $(MINUTES),10) --backend postgresql' \
 	    'nemesis --minutes $(or $(MINUTES),10)' 'nemesis --minutes $(or $(MINUTES),10) --peers'; do \
 	    echo "==> python -m tests.$$task"; \
 	    $(BIN)/python -m tests.$$task || { echo "FAILED: python -m tests.$$task"; failed=1; }; \
@@ -134,7 +134,7 @@ bench: servers mysql backend-servers $(VENV)/.bench
 
 clean:
 	rm -rf .venv .nox .venv-psycopg2 .servers build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
-	rm -rf benchmarks/results campaign nemesis site .coverage .coverage.*
+	rm -rf benchmarks/results nemesis site .coverage .coverage.*
 	rm -f example_project/shop.sqlite3*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

@@ -239,8 +239,7 @@ class Actor:
 
     async def run(self, work=None):
         """Do some work, which is by default to take the caller's steps."""
-        seed = f"{self.round.plan.seed}/{self.name}/{self.round.attempt}"
-        pauses.set(random.Random(seed))
+        pauses.set(random.Random(f"{self.round.plan.seed}/{self.name}"))
         try:
             await (self.steps(self.caller.steps) if work is None else work(self))
         finally:

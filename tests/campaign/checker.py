@@ -32,12 +32,11 @@ class Finding:
     text: str
     plan: Plan
 
-    def lines(self, plan: Plan | None = None) -> list[str]:
-        plan = plan or self.plan
+    def lines(self) -> list[str]:
         return [
             f"{self.kind}: {WHAT[self.kind]} ({self.label})",
             f"    {self.text}",
-            *(f"    {line}" for line in plan.lines()),
+            *(f"    {line}" for line in self.plan.lines()),
         ]
 
 

@@ -1,13 +1,11 @@
 """Plans: which callers a round has, and which steps they take.
 
-A plan follows from its seed and kind alone. It is also readable as code, and can be
-stored as JSON.
+A plan follows from its seed and kind alone, and is readable as code.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -77,26 +75,6 @@ class Plan:
             lines.append(f"{caller.name} ({what}{ends}):")
             lines += [f"    {line}" for line in _lines(caller.steps)]
         return lines
-
-    def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self))
-
-
-def from_json(text: str) -> Plan:
-    """Return the plan that ``to_json()`` stored."""
-
-    def steps(found):
-        return tuple(
-            Step(**{**one, "keys": tuple(one["keys"]), "body": steps(one["body"])})
-            for one in found
-        )
-
-    data = json.loads(text)
-    callers = tuple(
-        Caller(**{**one, "steps": steps(one["steps"])}) for one in data["callers"]
-    )
-    loops, modes = tuple(data["loops"]), tuple(data["modes"])
-    return Plan(**{**data, "callers": callers, "loops": loops, "modes": modes})
 
 
 def letter(number: int) -> str:
@@ -332,47 +310,3 @@ class _Maker:
             place = choose.randint(0, len(steps[taker])) if choose.random() < 0.4 else 0
             steps[taker].insert(place, take)
         return boxes
-
-
-# Smaller plans.
-
-
-def without(plan: Plan, words) -> Plan:
-    """Return the plan without the steps of these kinds or variants."""
-    if not words:
-        return plan
-
-    def kept(steps):
-        return tuple(
-            dataclasses.replace(step, body=kept(step.body))
-            for step in steps
-            if step.op not in words and step.how not in words
-        )
-
-    callers = tuple(
-        dataclasses.replace(caller, steps=kept(caller.steps)) for caller in plan.callers
-    )
-    return dataclasses.replace(plan, callers=callers)
-
-
-def smaller(plan: Plan) -> Iterator[Plan]:
-    """Yield plans with one part less, the larger parts first."""
-    for place in range(len(plan.callers)):
-        if len(plan.callers) > 1:
-            callers = plan.callers[:place] + plan.callers[place + 1 :]
-            yield dataclasses.replace(plan, callers=callers)
-    for place, caller in enumerate(plan.callers):
-        for steps in _fewer(caller.steps):
-            changed = dataclasses.replace(caller, steps=steps)
-            callers = (*plan.callers[:place], changed, *plan.callers[place + 1 :])
-            yield dataclasses.replace(plan, callers=callers)
-
-
-def _fewer(steps: tuple[Step, ...]) -> Iterator[tuple[Step, ...]]:
-    for place, step in enumerate(steps):
-        before, after = steps[:place], steps[place + 1 :]
-        yield before + after
-        if step.body and step.op != "spawn":
-            yield before + step.body + after
-        for body in _fewer(step.body):
-            yield (*before, dataclasses.replace(step, body=body), *after)

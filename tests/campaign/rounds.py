@@ -33,8 +33,8 @@ _numbers = itertools.count(1)
 class Round:
     """The state that the callers of one execution of a plan share."""
 
-    def __init__(self, plan: Plan, *, attempt: int = 0, alias: str = ALIAS):
-        self.plan, self.attempt, self.alias = plan, attempt, alias
+    def __init__(self, plan: Plan, *, alias: str = ALIAS):
+        self.plan, self.alias = plan, alias
         self.name = f"c{plan.seed}.{next(_numbers)}"
         self.names = [f"{self.name}:{letter(key)}" for key in range(len(plan.modes))]
         self.locks: dict[Any, Any] = {}
@@ -235,7 +235,3 @@ class Round:
 
 async def _awaited(coroutine):
     return await coroutine
-
-
-def execute(plan: Plan, *, attempt: int = 0) -> list[Finding]:
-    return Round(plan, attempt=attempt).run()
