@@ -23,14 +23,13 @@ from dlocks import (
     LockError,
     LockLost,
     LockTimeout,
-    aresume_hold,
     db_lock,
     db_rwlock,
     db_semaphore,
-    resume_hold,
 )
 from tests.campaign.backends import pauses, tick
 from tests.campaign.plans import Caller, Step
+from tests.sync_and_async import Async, Sync
 
 PERMITS = 2
 # Seconds for which a caller waits for a hold that another one passes to it, and for
@@ -109,38 +108,8 @@ class Gift:
         return self._turn.locked()
 
 
-class _Block:
-    """A block of a lock or a hold, for threads."""
-
-    def __init__(self, subject):
-        self._subject = subject
-
-    async def __aenter__(self):
-        return self._subject.__enter__()
-
-    async def __aexit__(self, *error):
-        return self._subject.__exit__(*error)
-
-
-class InThread:
+class InThread(Sync):
     """The sync methods."""
-
-    @staticmethod
-    def run(case):
-        try:
-            case.send(None)
-        except StopIteration:
-            return
-        raise AssertionError("a caller in a thread must not suspend")
-
-    def block(self, subject):
-        return _Block(subject)
-
-    async def ask(self, subject, name, *args, **kwargs):
-        return getattr(subject, name)(*args, **kwargs)
-
-    async def resumed(self, text):
-        return resume_hold(text)
 
     async def sleep(self, ms):
         time.sleep(ms / 1000)  # noqa: ASYNC251 (no event loop runs)
@@ -175,17 +144,8 @@ class InThread:
         generator.close()
 
 
-class InTask:
+class InTask(Async):
     """The async methods."""
-
-    def block(self, subject):
-        return subject
-
-    async def ask(self, subject, name, *args, **kwargs):
-        return await getattr(subject, f"a{name}")(*args, **kwargs)
-
-    async def resumed(self, text):
-        return await aresume_hold(text)
 
     async def sleep(self, ms):
         await asyncio.sleep(ms / 1000)
@@ -523,7 +483,7 @@ class Actor:
     async def resume(self, text, body, before: Entry):
         key = min(before.keys)
         try:
-            hold = await self.do.resumed(text)
+            hold = await self.do.resume(text)
         except asyncio.CancelledError:
             # No process may ever resume the text, and nothing else frees the key.
             self.round.unchecked.add(key)

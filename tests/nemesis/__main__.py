@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.nemesis.bugs import BUGS, WITHOUT_A_LOCK
-from tests.nemesis.campaign import Plan, run, server_for
+from tests.nemesis.campaign import run, server_for
 from tests.nemesis.peers import PEERS
-from tests.nemesis.task import keys_of, keys_of_each
+from tests.nemesis.task import Plan, keys_of, keys_of_each
 from tests.run import keep_databases_in_memory
 from tests.servers import Redis
 

@@ -10,8 +10,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from tests.nemesis.namespace import WAYS, Namespace
 from tests.nemesis.process_pool import ProcessPool
 from tests.nemesis.proxy import Proxy
 from tests.nemesis.status_page import ASKING, HOLDING, IDLE, LEAVING, StatusPage
-from tests.nemesis.task import KEYS, Task, now
+from tests.nemesis.task import Plan, Task, now
 from tests.processes import Worker, state_of
 from tests.servers import (
     SERVERS,
@@ -36,43 +35,6 @@ from tests.servers import (
 STATES = {IDLE: "idle", ASKING: "asking", HOLDING: "holding", LEAVING: "leaving"}
 # Attempts to stop a process in the wanted state. After these, any state is accepted.
 SEEK = 40
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """The parameters of a campaign.
-
-    ``faults`` are weights by name. ``through`` is the way to the server: "direct",
-    "proxy", "pgbouncer" or "network". With "network", every other worker is in a
-    network namespace of its own.
-    """
-
-    engine: str
-    seconds: float
-    seed: int
-    workers: int = 6
-    ttl: float = 1.5
-    keys: tuple[str, ...] = tuple(KEYS)
-    aliases: tuple[str, ...] = ("default", "optimistic", "insert")
-    faults: Mapping[str, float] = field(default_factory=dict)
-    pause: float = 0.3
-    think: float = 0.03
-    odd: float = 0.12
-    through: str = "direct"
-    leases: bool = True
-    transactions: bool = True
-    oddities: bool = True
-    nested: float = 0.0
-    locked: bool = True
-    # Hours by which the clocks of every other worker are wrong.
-    skew: float = 0.0
-    # The only oddity of the workers, the state at which most faults aim, and whether
-    # the server's clock can be stepped.
-    oddity: str = ""
-    seek: str = ""
-    clock: bool = False
-    bug: str = ""
-    peer: str = ""
 
 
 class Campaign:
@@ -248,24 +210,13 @@ class Campaign:
         if self.nodes:
             port = self.nodes[slot % len(self.nodes)].port
         task = Task(
+            plan=plan,
             slot=slot,
             seed=self.random.getrandbits(32),
             directory=str(self.directory),
-            ttl=plan.ttl,
-            aliases=list(plan.aliases),
-            keys=list(plan.keys),
-            leases=plan.leases,
-            transactions=plan.transactions,
-            oddities=plan.oddities,
-            locked=plan.locked,
-            think=plan.think,
-            odd=plan.odd,
-            nested=plan.nested,
-            oddity=plan.oddity,
             host=host,
             port=port,
             far=slot % 3 == 2,
-            peer=plan.peer,
         )
         self.pids[slot] = self.process_pools[slot % len(self.process_pools)].start(task)
         if self.cut_until is not None and self._is_there(slot):

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dlocks import LockBackendError, LockLost, LockTimeout
-from tests.nemesis.task import Task
+from tests.nemesis.task import Plan
 
 # Seconds between two attempts with locks that do not wait by themselves.
 AGAIN = 0.05
@@ -39,8 +39,8 @@ class Peer:
     through = "direct"
     redis = False
 
-    def __init__(self, task: Task, key: str, timeout: float) -> None:
-        self.task = task
+    def __init__(self, plan: Plan, key: str, timeout: float) -> None:
+        self.plan = plan
         self.key = key
         self.timeout = timeout
 
@@ -73,7 +73,7 @@ class RedisPy(Peer):
         import redis
 
         lock = _redis().lock(
-            self.key, timeout=self.task.ttl, blocking_timeout=self.timeout
+            self.key, timeout=self.plan.ttl, blocking_timeout=self.timeout
         )
         try:
             if not lock.acquire():
@@ -100,7 +100,7 @@ class DBMutex(Peer):
         from db_mutex.exceptions import DBMutexError, DBMutexTimeoutError
         from django.conf import settings
 
-        settings.DB_MUTEX_TTL_SECONDS = self.task.ttl
+        settings.DB_MUTEX_TTL_SECONDS = self.plan.ttl
         mutex = db_mutex(self.key)
 
         def tried() -> bool:

@@ -12,9 +12,9 @@ import pytest
 
 from tests.nemesis.__main__ import NETWORK, PROCESSES, bug_plan
 from tests.nemesis.bugs import BUGS, WITHOUT_A_LOCK
-from tests.nemesis.campaign import Plan, run, server_for
+from tests.nemesis.campaign import run, server_for
 from tests.nemesis.checker import Held, History, Put, check
-from tests.nemesis.task import keys_of
+from tests.nemesis.task import Plan, keys_of
 from tests.settings import ENGINE
 from tests.timing import in_time
 from tests.volume import volume

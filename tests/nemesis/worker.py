@@ -80,7 +80,7 @@ class Recorder:
 class Worker:
     def __init__(self, task: Task) -> None:
         directory = Path(task.directory)
-        self.task = task
+        self.task, self.plan = task, task.plan
         self.random = random.Random(task.seed)
         self.status_page = StatusPage(directory / "status-page")
         self.write = Recorder(directory / f"worker-{task.slot}-{os.getpid()}.history")
@@ -91,33 +91,33 @@ class Worker:
     def run(self) -> None:
         while not self.status_page.finished:
             self.draw_number()
-            key = self.random.choice(self.task.keys)
+            key = self.random.choice(self.plan.keys)
             try:
-                if self.random.random() < self.task.nested:
+                if self.random.random() < self.plan.nested:
                     self.nest()
                 else:
                     self.turn(key)
             finally:
                 self.status_page.say(self.task.slot, IDLE)
             if self.random.random() < 0.2:
-                time.sleep(self.random.uniform(0, self.task.think))
+                time.sleep(self.random.uniform(0, self.plan.think))
 
     # One attempt.
 
     def turn(self, key: str) -> None:
         kind = kind_of(key)
         timeout = self.random.choice([0, 0.3, 15.0, 15.0, 15.0])
-        in_transaction = self.task.transactions and (
-            not self.task.leases or self.random.random() < 0.4
+        in_transaction = self.plan.transactions and (
+            not self.plan.leases or self.random.random() < 0.4
         )
         policy: dict[str, Any] = {
-            "using": self.random.choice(self.task.aliases),
+            "using": self.random.choice(self.plan.aliases),
             "timeout": timeout,
         }
         shared = kind != "x" and self.random.random() < 0.7
         if in_transaction and not shared:
             self.transact(key, policy)
-        elif self.task.leases:
+        elif self.plan.leases:
             self.lease(key, policy, shared=shared)
 
     def draw_number(self) -> None:
@@ -127,19 +127,19 @@ class Worker:
     # Several keys, in random order.
 
     def nest(self) -> None:
-        keys = self.random.sample(self.task.keys, self.random.choice([2, 2, 3]))
-        policy = {"using": self.random.choice(self.task.aliases), "timeout": 15.0}
-        if self.task.transactions and self.random.random() < 0.4:
+        keys = self.random.sample(self.plan.keys, self.random.choice([2, 2, 3]))
+        policy = {"using": self.random.choice(self.plan.aliases), "timeout": 15.0}
+        if self.plan.transactions and self.random.random() < 0.4:
             self.nest_in_transaction(keys, policy)
         else:
-            self.nest_leases(keys, {**policy, "ttl": self.task.ttl})
+            self.nest_leases(keys, {**policy, "ttl": self.plan.ttl})
 
     def nest_leases(self, keys: list[str], policy: dict[str, Any]) -> None:
         hold = self.acquire(keys[0], policy, shared=False)
         if hold is None:
             return
         number = self.number
-        self.think(hold, at_most=self.task.think)
+        self.think(hold, at_most=self.plan.think)
         if len(keys) > 1:
             self.draw_number()
             self.nest_leases(keys[1:], policy)
@@ -160,7 +160,7 @@ class Worker:
                         break
                     self.got(hold)
                     numbers.append(self.number)
-                    self.think(hold, at_most=self.task.think)
+                    self.think(hold, at_most=self.plan.think)
                     self.draw_number()
                 for number in numbers:
                     self.write("end", number, now())
@@ -172,11 +172,11 @@ class Worker:
             self.write("gone", number, now(), answer)
 
     def lock(self, key: str, policy: dict[str, Any], *, shared: bool) -> Any:
-        if self.task.peer:
+        if self.plan.peer:
             from tests.nemesis.peers import PEERS
 
-            return PEERS[self.task.peer](self.task, key, policy["timeout"])
-        if not self.task.locked:
+            return PEERS[self.plan.peer](self.plan, key, policy["timeout"])
+        if not self.plan.locked:
             return db_lock(key, **{**policy, "using": "dummy"})
         if shared and kind_of(key) == "rw":
             return db_rwlock(key, **policy).read()
@@ -185,8 +185,8 @@ class Worker:
         return db_lock(key, **policy)
 
     def ask(self, key: str, mode: str, scope: str, policy: dict[str, Any]) -> None:
-        self.status_page.say(self.task.slot, ASKING, self.task.keys.index(key))
-        ttl = policy.get("ttl", self.task.ttl)
+        self.status_page.say(self.task.slot, ASKING, self.plan.keys.index(key))
+        ttl = policy.get("ttl", self.plan.ttl)
         permits = PERMITS if kind_of(key) == "semaphore" else 0
         self.write(
             "ask",
@@ -239,7 +239,7 @@ class Worker:
             with transaction.atomic():
                 if self.random.random() < 0.3:
                     read_register("nothing")
-                    time.sleep(self.random.uniform(0, self.task.think))
+                    time.sleep(self.random.uniform(0, self.plan.think))
                 self.ask(key, "x", "transaction", policy)
                 try:
                     hold = self.lock(key, policy, shared=False).acquire()
@@ -248,7 +248,7 @@ class Worker:
                     return
                 self.got(hold)
                 value = read_register(register)
-                self.think(hold, at_most=self.task.think)
+                self.think(hold, at_most=self.plan.think)
                 write_register(register, value + 1)
                 hold.release()
                 self.status_page.say(
@@ -269,11 +269,11 @@ class Worker:
 
     def lease(self, key: str, policy: dict[str, Any], *, shared: bool) -> None:
         odd = self.oddity()
-        policy["ttl"] = self.task.ttl
+        policy["ttl"] = self.plan.ttl
         if odd == "unrenewed":
             policy["renew"] = False
         elif odd == "hung":
-            policy["max_hold"] = self.task.ttl * 0.8
+            policy["max_hold"] = self.plan.ttl * 0.8
             self.write("max", self.number, policy["max_hold"])
         if odd == "abandoned":
             self.in_thread(key, policy, shared=shared)
@@ -308,14 +308,14 @@ class Worker:
                     f"Entered again, {key!r} has the token {again.token} instead of"
                     f" {hold.token}"
                 )
-            self.think(again, at_most=self.task.think)
+            self.think(again, at_most=self.plan.think)
         finally:
             again.release()
 
     def oddity(self) -> str:
-        if self.task.oddity:
-            return self.task.oddity if self.random.random() < 0.5 else ""
-        if not self.task.oddities or self.random.random() > self.task.odd:
+        if self.plan.oddity:
+            return self.plan.oddity if self.random.random() < 0.5 else ""
+        if not self.plan.oddities or self.random.random() > self.plan.odd:
             return ""
         odd = self.random.choice(
             [
@@ -350,30 +350,30 @@ class Worker:
     def body(self, hold: Hold, key: str, odd: str, *, shared: bool) -> None:
         if odd in {"unrenewed", "hung"}:
             # Hold for as long as possible, to the last moment.
-            end = now() + 3 * self.task.ttl
+            end = now() + 3 * self.plan.ttl
             while self.look(hold) and now() < end:
                 time.sleep(0.02)
             return
         if odd == "forked":
             self.fork(hold)
         elif odd == "greedy":
-            keep_the_gil(self.task.ttl * 0.5)
+            keep_the_gil(self.plan.ttl * 0.5)
         elif odd == "long":
-            self.think(hold, at_most=1.5 * self.task.ttl)
+            self.think(hold, at_most=1.5 * self.plan.ttl)
         if shared:
-            self.think(hold, at_most=self.task.think)
+            self.think(hold, at_most=self.plan.think)
             return
         name = f"unfenced {key}"
         unfenced = read_register(name)
         if not isinstance(hold, Hold):
-            self.think(hold, at_most=self.task.think)
+            self.think(hold, at_most=self.plan.think)
             self.put(name, unfenced, lambda: write_register(name, unfenced + 1))
             return
         # The row is claimed before it is read. The value is then the last holder's, and
         # no older token can write.
-        machine = Machine.objects.claim(self.task.keys.index(key) + 1, hold)
+        machine = Machine.objects.claim(self.plan.keys.index(key) + 1, hold)
         fenced = machine.steps
-        self.think(hold, at_most=self.task.think)
+        self.think(hold, at_most=self.plan.think)
         self.put(name, unfenced, lambda: write_register(name, unfenced + 1))
         machine.steps = fenced + 1
         self.put(f"fenced {key}", fenced, machine.save)
@@ -388,9 +388,9 @@ class Worker:
             return
         register, value, answer = f"guarded {key}", None, ""
         try:
-            with hold.atomic() if self.task.locked else transaction.atomic():
+            with hold.atomic() if self.plan.locked else transaction.atomic():
                 value = read_register(register)
-                self.think(hold, at_most=self.task.think / 3)
+                self.think(hold, at_most=self.plan.think / 3)
                 write_register(register, value + 1)
         except TROUBLES as error:
             answer = type(error).__name__
@@ -504,7 +504,7 @@ class Worker:
         try:
             with hold:
                 ready()
-                self.think(hold, at_most=self.task.think)
+                self.think(hold, at_most=self.plan.think)
                 if is_last:
                     self.leave(hold)
         except LockLost:
@@ -522,12 +522,12 @@ class Worker:
         """
         self.ask(key, "s" if shared else "x", "lease", policy)
         error = self.random.choice(STRUCK)
-        strike = Strike(self.random.uniform(0, 2 * self.task.think), error)
+        strike = Strike(self.random.uniform(0, 2 * self.plan.think), error)
         try:
             with strike, self.lock(key, policy, shared=shared) as hold:
                 try:
                     self.got(hold)
-                    self.think(hold, at_most=self.task.think)
+                    self.think(hold, at_most=self.plan.think)
                     self.leave(hold)
                 except error:
                     # The first record may be missing.
