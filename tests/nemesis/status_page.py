@@ -24,9 +24,11 @@ class StatusPage:
         with path.open("r+b") as file:
             self._memory = mmap.mmap(file.fileno(), 0)
 
-    def say(self, slot: int, state: int, key: int = 0) -> None:
+    def say(self, slot: int, state: int, key: int | None = None) -> None:
+        """Show a state, and a key if it is another one than before."""
         self._memory[1 + 2 * slot] = state
-        self._memory[2 + 2 * slot] = key
+        if key is not None:
+            self._memory[2 + 2 * slot] = key
 
     def read(self, slot: int) -> tuple[int, int]:
         return self._memory[1 + 2 * slot], self._memory[2 + 2 * slot]

@@ -98,7 +98,7 @@ class Worker:
                 else:
                     self.turn(key)
             finally:
-                self.status_page.say(self.task.slot, IDLE)
+                self.status_page.say(self.task.slot, IDLE, 0)
             if self.random.random() < 0.2:
                 time.sleep(self.random.uniform(0, self.plan.think))
 
@@ -214,9 +214,7 @@ class Worker:
         # longer hold than the hold itself.
         moment = now()
         self.write("got", self.number, moment, hold.token, finite(hold.remaining))
-        self.status_page.say(
-            self.task.slot, HOLDING, self.status_page.read(self.task.slot)[1]
-        )
+        self.status_page.say(self.task.slot, HOLDING)
 
     def look(self, hold: Hold) -> bool:
         moment = now()
@@ -251,9 +249,7 @@ class Worker:
                 self.think(hold, at_most=self.plan.think)
                 write_register(register, value + 1)
                 hold.release()
-                self.status_page.say(
-                    self.task.slot, LEAVING, self.status_page.read(self.task.slot)[1]
-                )
+                self.status_page.say(self.task.slot, LEAVING)
                 self.write("end", self.number, now())
         except TROUBLES as error:
             answer = type(error).__name__
@@ -319,20 +315,10 @@ class Worker:
             return ""
         odd = self.random.choice(
             [
-                "unrenewed",
-                "unrenewed",
-                "hung",
-                "forked",
-                "greedy",
-                "abandoned",
-                "long",
-                "long",
-                "nested",
-                "visited",
-                "passed on",
-                "struck",
+                "unrenewed", "unrenewed", "hung", "forked", "greedy", "abandoned",
+                "long", "long", "nested", "visited", "passed on", "struck",
             ]
-        )
+        )  # fmt: skip
         # A strike excuses a key that stays for its ttl, so for most of the time there
         # are none.
         return odd if odd != "struck" or now() % 60 < STRIKING_SECONDS else ""
@@ -417,9 +403,7 @@ class Worker:
     def leave(self, hold: Hold) -> None:
         """Record that the hold is about to be released."""
         self.look(hold)
-        self.status_page.say(
-            self.task.slot, LEAVING, self.status_page.read(self.task.slot)[1]
-        )
+        self.status_page.say(self.task.slot, LEAVING)
         self.write("end", self.number, now())
 
     def release(self, hold: Hold) -> None:
