@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any
 
-from django.contrib.auth import get_permission_codename
 from django.db.models import Count, F, Max, Q
 from django.db.models.functions import Floor
 from django.http import HttpRequest
@@ -42,9 +41,7 @@ class Past:
     @cached_property
     def may_view_history(self) -> bool:
         """Return whether the user may see ended holds, here as in their own list."""
-        permission = get_permission_codename("view", HoldRecord._meta)
-        user = self.request.user
-        return bool(user.has_perm(f"{HoldRecord._meta.app_label}.{permission}"))
+        return bool(self.request.user.has_perm("dlocks.view_holdrecord"))
 
     @cached_property
     def is_shown(self) -> bool:

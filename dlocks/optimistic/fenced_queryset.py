@@ -109,7 +109,8 @@ class FencedQuerySet(models.QuerySet[Any]):
                     raise StaleToken(self.model, found[0], self._token, found[1])
             # The rows that were written above and are locked. Others may have begun to
             # match since, and some of these may have ceased to.
-            rows = current_rows(rows._with_keys(keys).filter(fence=self._token))
+            written = {f"{self._key_name()}__in": keys, "fence": self._token}
+            rows = current_rows(rows.filter(**written))
             updated = super(FencedQuerySet, rows).update(**kwargs)
         self._result_cache = None
         return updated
@@ -172,9 +173,6 @@ class FencedQuerySet(models.QuerySet[Any]):
         """Return the keys of the rows in the table with the fence."""
         keys = self.order_by().values_list(self._key_name(), flat=True)
         return list(dict.fromkeys(keys))
-
-    def _with_keys(self, keys: list[Any]) -> Any:
-        return self.filter(**{f"{self._key_name()}__in": keys})
 
     def _clone(self) -> Any:
         clone = super()._clone()  # type: ignore[misc]
