@@ -115,6 +115,24 @@ def test_only_an_unfair_claim_passes_the_queue(doomed, in_queue, in_other_thread
         assert waiter.hear()[1] > hold.token
 
 
+def test_a_release_keeps_the_queue_of_another_process(doomed, in_queue):
+    """The releasing process has never waited for the key, and knows of no queue.
+
+    The first waiter cannot acquire the free key yet, as its process is stopped.
+    """
+    waiter = doomed()
+    for using in FAMILY:
+        lock = db_lock("stock:7", using=using)
+        hold = lock.acquire()
+        waiter.start(jobs.wait_quietly, "stock:7", using=using, timeout=30)
+        in_queue(1)
+        waiter.stop()
+        hold.release()
+        assert lock.try_acquire() is None, using
+        waiter.resume()
+        assert waiter.hear()[1] > hold.token
+
+
 @pytest.mark.engine("postgresql", "sqlite")
 def test_the_key_is_handed_over_when_min_hold_ends(workers, in_queue):
     """This is so for exclusive and shared holds."""
