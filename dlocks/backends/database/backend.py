@@ -1,9 +1,7 @@
 """The base class of the backends whose locks are rows of one table.
 
 A lease is a row with an ``end_time`` in the future. Each change of it is a committed
-transaction of its own. In transaction scope the row is written so that it is free as
-soon as the caller's transaction commits. Until then the database itself keeps all other
-callers away from it.
+transaction of its own. ``transactions`` has what is part of the caller's transaction.
 
 ``DatabaseBackend`` puts the parts of this package together. Each of them has its own
 state, and gets what it needs in its constructor.
@@ -38,7 +36,7 @@ from dlocks.backends.database.several import Several
 from dlocks.backends.database.state import rounded
 from dlocks.backends.database.store import Store
 from dlocks.backends.database.transactions import TransactionLocks
-from dlocks.backends.notifiers import Notifier, RecentKeys
+from dlocks.backends.notifiers import Notifier
 from dlocks.exceptions import LockBackendError, LockStale
 from dlocks.runtime.clock import FOREVER
 from dlocks.runtime.pools import is_pooled
@@ -113,8 +111,6 @@ class DatabaseBackend(Backend):
         if deadlock_after is not None:
             self.deadlock_after = seconds("deadlock_after", deadlock_after)
         observed = expiry == "observed"
-        contended = RecentKeys()
-        self.contended = contended
         self.observations = Observations(self.ttl + self.grace) if observed else None
         self.session = Session(database, prepare=prepare)
         self.notifications = Notifications(self.session, listen=listen)
@@ -128,7 +124,8 @@ class DatabaseBackend(Backend):
             deletes=self.deletes,
         )
         direct = Direct(self.store)
-        self.queue = Queue(self.store, direct, contended)
+        self.queue = Queue(self.store, direct)
+        self.contended = self.queue.contended
         self.holders = Holders(self.store, self.queue, direct)
         self.transactions = TransactionLocks(self.store, self.holders, self.take)
         self.several = Several(self.store, self.holders)

@@ -18,6 +18,7 @@ from dlocks.backends.database.failures import failure_of
 from dlocks.backends.database.session import RowLockedError
 from dlocks.backends.database.state import RESERVED, Key
 from dlocks.backends.database.store import Store
+from dlocks.backends.notifiers import RecentKeys
 from dlocks.backends.table import KeyState, Moment
 from dlocks.sql.clock import Now, ticks
 from dlocks.values import Claim, Grant, Ticket
@@ -32,17 +33,15 @@ JOIN_WAIT = 0.2
 
 
 class Queue:
-    """The part that keeps waiters in the queue until their turn.
+    """The part that keeps waiters in the queue until their turn."""
 
-    ``contended`` are the keys that had waiters when this process last used them. This
-    is only a hint.
-    """
-
-    def __init__(self, store: Store, direct: Direct, contended: set[str]) -> None:
+    def __init__(self, store: Store, direct: Direct) -> None:
         self.store = store
         self.session = store.session
         self.direct = direct
-        self.contended = contended
+        # The keys that had waiters when this process last used them. This is only a
+        # hint.
+        self.contended = RecentKeys()
 
     # Joining.
 

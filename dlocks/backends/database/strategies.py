@@ -1,10 +1,6 @@
 """The backends with locks in the database, which differ in how they take a free key.
 
 They share the table and exclude each other.
-
-* ``PessimisticBackend`` locks the row without waiting, and writes it.
-* ``OptimisticBackend`` writes the row if its ``version`` is the one that it knows.
-* ``InsertBackend`` inserts and deletes the row. The unique key itself is the lock.
 """
 
 from __future__ import annotations
