@@ -141,10 +141,9 @@ class Engine:
             "{left}": SECONDS[vendor].format("end_time"),
             "{next}": NEXT[vendor].format("end_time"),
             "{greatest}": self.greatest,
-            "{waiters}": WAITERS.replace("{now}", NOW[vendor]),
         }.items():
             text = text.replace(name, value)
-        for name in ("ttl", "keep", "grace", "heard"):
+        for name in ("ttl", "keep", "heard"):
             later = LATER[vendor].format(f"%({name})s")
             text = text.replace(f"{{after:{name}}}", later)
         return " ".join(text.split())
@@ -152,7 +151,7 @@ class Engine:
     def one(self, what: str, condition: str, end: str = "") -> str:
         """Return the statement that changes one lock row, unless it is locked."""
         text = self.write.replace("{what}", what).replace("{condition}", condition)
-        return self.fill(text + end)
+        return text + end
 
     def many(
         self, table: str, what: str, condition: str, end: str | None = None
@@ -171,7 +170,7 @@ class Engine:
             "{index}": " FORCE INDEX (PRIMARY)" if primary != "id" else "",
         }.items():
             template = template.replace(name, value)
-        return self.fill(template + (self.returning if end is None else end))
+        return template + (self.returning if end is None else end)
 
     def acquire(self, *, inside: bool, versioned: bool, queued: bool) -> str:
         """Return the statement that grants a free key.
@@ -188,10 +187,6 @@ class Engine:
         grant = GRANT.replace("{token}", self.insert_id)
         return self.one(grant, free, self.granted)
 
-    def token(self) -> str:
-        """Return the statement that reads the token of a grant."""
-        return self.fill(READ_VERSION)
-
     def release(self, *, flushed: bool) -> str:
         """Return the statement by which a holder releases a key without waiters."""
         condition = f"{MINE} AND {HELD} AND waiters = 0"
@@ -205,14 +200,14 @@ class Engine:
         Claims that joined while the row was locked could not be counted in it. It
         returns the channel of the first waiter, unless it has notified that.
         """
-        what = f"{RELEASE}, waiters = {{waiters}}"
+        what = f"{RELEASE}, waiters = {WAITERS}"
         if self.tell_first:
             return self.one(what, MINE, self.tell_first)
         first = (
             f"SELECT ({FIRST_CHANNEL}) FROM {{locks}} WHERE key_resource = %(key)s AND"
             " owner = %(owner)s AND hold_count = 0"
         )
-        return self.packet(self.one(what, MINE), self.fill(first))
+        return self.packet(self.one(what, MINE), first)
 
     def insertion(self, *, nested: bool) -> str:
         """Return the statement that inserts a lock row, unless there is one.
@@ -220,9 +215,7 @@ class Engine:
         ``nested`` says that it is part of a caller's transaction, in which it must not
         change a setting.
         """
-        return self.fill(
-            self.insert.replace("{wait}", "" if nested else self.insert_wait)
-        )
+        return self.insert.replace("{wait}", "" if nested else self.insert_wait)
 
     def delete_own(self) -> str:
         """Return the statement by which a holder deletes the row of a free key.
@@ -236,12 +229,13 @@ class Engine:
         )
         return self.many("{locks}", "", condition, self.unflushed)
 
-    def turns(self, keys: str, owners: str) -> str:
+    def turns(self, keys: str, owners: str, *, granted: bool) -> str:
         """Return the statement that reads the live exclusive holders of keys.
 
-        ``keys`` and ``owners`` are conditions. For each key, it also returns how many
-        waiters are ahead of the first of the owners, and whether there are some that
-        the row does not count.
+        ``keys`` and ``owners`` are conditions. If ``granted``, only keys that the
+        owners hold are read. Otherwise it also returns, for each key, how many waiters
+        are ahead of the first of the owners, and whether there are some that the row
+        does not count.
         """
         queued = (
             "SELECT COUNT(*) FROM {claims} AS queued WHERE queued.key_resource ="
@@ -252,22 +246,15 @@ class Engine:
             f"SELECT MIN(mine.id) FROM {{claims}} AS mine WHERE mine.{owners} AND"
             " mine.key_resource = {locks}.key_resource"
         )
-        return (
-            f"SELECT key_resource, owner, version, {{left}}, CASE WHEN {owners} THEN 0"
-            f" ELSE ({queued} AND queued.id < ({first})) END, CASE WHEN NOT"
-            f" {owners} AND ({queued}) > waiters THEN 1 ELSE 0 END FROM {{locks}} WHERE"
-            f" {keys} AND status = 'P' AND shares = 0 AND end_time > {{now}}"
+        ahead = (
+            f"CASE WHEN {owners} THEN 0 ELSE ({queued} AND queued.id < ({first})) END,"
+            f" CASE WHEN NOT {owners} AND ({queued}) > waiters THEN 1 ELSE 0 END"
         )
-
-    def grants(self, keys: str, owners: str) -> str:
-        """Return the statement that reads which of the owners hold their keys.
-
-        Its columns are those of ``turns()``.
-        """
+        if granted:
+            keys, ahead = f"{keys} AND {owners}", "0, 0"
         return (
-            "SELECT key_resource, owner, version, {left}, 0, 0 FROM {locks} WHERE"
-            f" {keys} AND {owners} AND status = 'P' AND shares = 0 AND end_time >"
-            " {now}"
+            f"SELECT key_resource, owner, version, {{left}}, {ahead} FROM {{locks}}"
+            f" WHERE {keys} AND status = 'P' AND shares = 0 AND end_time > {{now}}"
         )
 
     def packet(self, *statements: str) -> str:

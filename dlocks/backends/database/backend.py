@@ -41,7 +41,7 @@ from dlocks.exceptions import LockBackendError, LockStale
 from dlocks.runtime.clock import FOREVER
 from dlocks.runtime.pools import is_pooled
 from dlocks.sql.clock import ticks
-from dlocks.sql.engines import refuse_lost
+from dlocks.sql.engines import READ_VERSION, refuse_lost
 from dlocks.transactions import how_to_autocommit, in_testcase
 from dlocks.values import Claim, Grant, Holder, Ticket, seconds
 
@@ -176,7 +176,7 @@ class DatabaseBackend(Backend):
 
     def _token(self, claim: Claim) -> int | None:
         """Read the token of a claim that was granted. It may be lost since."""
-        sql = self.session.statement("token")
+        sql = self.session.sql(READ_VERSION)
         try:
             mine = {"key": claim.key, "owner": claim.owner}
             rows = self.session.rows(sql, mine)

@@ -48,10 +48,8 @@ def failure_of(
 
 def is_refused(error: Error, engine: Engine | None) -> bool:
     """Return whether the server has refused to carry out the statement."""
-    if is_unmigrated(error):
-        return True
     refused = engine.read_only | engine.denied if engine is not None else ()
-    return engine is not None and engine.code_of(error) in refused
+    return is_unmigrated(error) or bool(engine and engine.code_of(error) in refused)
 
 
 def how_to_migrate(database: str) -> str:

@@ -169,10 +169,9 @@ class Queue:
         owners, more = session.one_of("owner", [one.owner for one in claims], "owner")
         heads: dict[str, Sequence[Any]] = {}
         # A notification usually says that it is the turn of the only claim.
-        engine = session.engine
-        for compose in (engine.turns,) if heartbeat else (engine.grants, engine.turns):
+        for granted in (False,) if heartbeat else (True, False):
             if len(heads) < len(names):
-                sql = session.sql(compose(keys, owners))
+                sql = session.sql(session.engine.turns(keys, owners, granted=granted))
                 reply = session.unlocked(session.prepared, sql, parameters | more)
                 heads |= {key: head for key, *head in reply.rows}
         rest = []

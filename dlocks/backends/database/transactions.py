@@ -148,7 +148,6 @@ class TransactionLocks:
         if self.session.connection.needs_rollback:
             # The rollback releases it.
             return True
-        sql = self.session.statement("release_on_commit")
         parameters = {
             "key": claim.key,
             "owner": claim.owner,
@@ -157,7 +156,7 @@ class TransactionLocks:
         }
         rows: Sequence[Any] = ()
         with suppress(RowLockedError):
-            rows = self.session.run(self.session.prepared, sql, parameters).rows
+            rows = self.session.send("release_on_commit", parameters, True).rows
         self.store.notifications.send({channel for (channel,) in rows if channel})
         return bool(rows)
 
