@@ -23,7 +23,6 @@ from dlocks.backends.base import Backend
 from dlocks.backends.database.checks import check_database
 from dlocks.backends.database.direct import Direct
 from dlocks.backends.database.expiry import Observations
-from dlocks.backends.database.failures import failure_of
 from dlocks.backends.database.history import HistoryTable
 from dlocks.backends.database.holders import Holders
 from dlocks.backends.database.inspector import DatabaseInspector
@@ -209,7 +208,7 @@ class DatabaseBackend(Backend):
             grant = self.holders.grant_again(claim)
         except IntegrityError as error:
             # A trigger or a constraint of the project refuses the row.
-            raise failure_of(error, self.database, self.session.engine) from error
+            raise self.session.failure(error) from error
         if grant is None:
             self._refuse(claim)
         return grant

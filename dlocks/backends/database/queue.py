@@ -14,7 +14,6 @@ from django.db import IntegrityError
 from dlocks.backends import table as rules
 from dlocks.backends.base import HEARTBEAT_TIMEOUT
 from dlocks.backends.database.direct import Direct
-from dlocks.backends.database.failures import failure_of
 from dlocks.backends.database.session import RowLockedError
 from dlocks.backends.database.state import RESERVED, Key
 from dlocks.backends.database.store import Store
@@ -55,8 +54,7 @@ class Queue:
             return self._join_by_step(claim, channel, position)
         except IntegrityError as error:
             if position is None:
-                session = self.session
-                raise failure_of(error, session.database, session.engine) from error
+                raise self.session.failure(error) from error
             # Another claim has this position.
             return self.join(claim, channel, None)
         except RowLockedError:

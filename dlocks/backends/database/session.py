@@ -447,7 +447,7 @@ class Session:
                     raise RowLockedError from error
                 if inside:
                     self._end_with_server(connection, error)
-                    raise self._failure(error) from error
+                    raise self.failure(error) from error
                 if self._again(error, tries):
                     tries += 1
                 elif not reconnected and self._is_lost(connection, session, error):
@@ -456,7 +456,7 @@ class Session:
                     may_have_run = not is_refused(error, self.engine)
                 else:
                     self._drop_half_made(connection)
-                    failure = self._failure(error)
+                    failure = self.failure(error)
                     failure.changed_nothing &= not may_have_run
                     raise failure from error
             except (StepError, LockError):
@@ -475,7 +475,7 @@ class Session:
                 connection.ensure_connection()
             except Error as error:
                 self._drop_half_made(connection)
-                raise self._failure(error, was_sent=False) from error
+                raise self.failure(error, was_sent=False) from error
         elif (lock := getattr(raw, "lock", None)) is not None and lock.locked():
             # A signal handler has struck within a statement. A cursor of psycopg would
             # wait for this lock, which its own thread has.
@@ -539,7 +539,8 @@ class Session:
         if rolled_back and connection.in_atomic_block:
             transaction.set_rollback(True, using=self.database)
 
-    def _failure(self, error: Error, *, was_sent: bool = True) -> LockBackendError:
+    def failure(self, error: Error, *, was_sent: bool = True) -> LockBackendError:
+        """Return the error of a request that failed, with the way out."""
         engine = vars(self).get("engine")
         return failure_of(error, self.database, engine, was_sent=was_sent)
 
