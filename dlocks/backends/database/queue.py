@@ -201,20 +201,20 @@ class Queue:
         self, name: str, key: Key | None, mine: Sequence[Claim], heartbeat: bool
     ) -> dict[str, Ticket]:
         key, is_locked = self._advanced(name, key, mine, heartbeat)
+        if key is None:
+            return {}
         tickets: dict[str, Ticket] = {}
         silent = not self.session.engine.commit_notifies
+        # A live lease is released by a statement that notifies.
+        leased = key.state.is_held and not key.is_free
         for claim in mine:
-            ticket = None if key is None else key.ticket(claim)
-            if ticket is None:
+            if (ticket := key.ticket(claim)) is None:
                 continue
             if is_locked:
-                # A claim without ``takeover`` waits for the transaction too. A live
-                # lease is released by a statement that notifies.
-                leased = key is not None and key.state.is_held and not key.is_free
-                ticket = replace(
-                    ticket, unnotified=silent and not leased, must_retry=False
-                )
-            elif key is not None and key.is_silent:
+                # A claim without ``takeover`` waits for the transaction too.
+                unnotified = silent and not leased
+                ticket = replace(ticket, unnotified=unnotified, must_retry=False)
+            elif key.is_silent:
                 ticket = replace(ticket, unnotified=silent)
             tickets[claim.owner] = ticket
         return tickets
