@@ -7,10 +7,8 @@ up. Such a row counts as unlocked.
 
 from __future__ import annotations
 
-from typing import Any
-
-from django.db.backends.base.base import BaseDatabaseWrapper
-from django.db.models import BigIntegerField, BooleanField, Expression
+from django.db.models import BigIntegerField, BooleanField
+from django.db.models.expressions import RawSQL
 
 # The 64 bits of a transaction whose number has 32, next to the current one.
 _NOW = "pg_snapshot_xmax(pg_current_snapshot())::text::bigint"
@@ -25,21 +23,6 @@ IN_TRANSACTION = (
     f" COALESCE(pg_xact_status({_WHOLE}::text::xid8) = 'in progress', FALSE) ELSE FALSE"
     " END"
 )
-
-
-class InTransaction(Expression):
-    """Whether an open transaction has locked the row. It is false on other engines."""
-
-    output_field = BooleanField()
-
-    def as_sql(self, compiler: Any, connection: BaseDatabaseWrapper) -> Any:
-        return IN_TRANSACTION if connection.vendor == "postgresql" else "FALSE", []
-
-
-class LockedBy(Expression):
-    """The transaction that has locked the row, on PostgreSQL."""
-
-    output_field = BigIntegerField()
-
-    def as_sql(self, compiler: Any, connection: BaseDatabaseWrapper) -> Any:
-        return "xmax::text::bigint", []
+# The same as an expression, and the transaction that has locked the row.
+IS_IN_TRANSACTION = RawSQL(IN_TRANSACTION, (), BooleanField())  # noqa: S611 (a constant)
+LOCKED_BY = RawSQL("xmax::text::bigint", (), BigIntegerField())

@@ -25,7 +25,7 @@ from dlocks.backends.database.state import Key
 from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
 from dlocks.sql.clock import Now
-from dlocks.sql.locked_rows import IN_TRANSACTION, InTransaction, LockedBy
+from dlocks.sql.locked_rows import IN_TRANSACTION, IS_IN_TRANSACTION, LOCKED_BY
 from dlocks.values import Holder, Kept
 
 if TYPE_CHECKING:
@@ -219,9 +219,9 @@ class Keepers:
         return stale, transactions
 
     def _locked_by(self, rows: Any) -> dict[str, tuple[int, str]]:
-        rows = rows.filter(InTransaction(), end_time__lte=Now())
+        rows = rows.filter(IS_IN_TRANSACTION, end_time__lte=Now())
         rows = rows.filter(Q(status="P") | Q(shares=0))
-        rows = rows.annotate(number=LockedBy()).order_by("-end_time")
+        rows = rows.annotate(number=LOCKED_BY).order_by("-end_time")
         columns = rows.values_list("pk", "number", "status")[:PAGE]
         found: list[Any] = self.session.unlocked(list, columns)
         return {key: (number, status) for key, number, status in found}

@@ -37,7 +37,7 @@ from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
 from dlocks.sql.charset import fitted
 from dlocks.sql.clock import After, At, Now, ticks
-from dlocks.sql.locked_rows import InTransaction
+from dlocks.sql.locked_rows import IS_IN_TRANSACTION
 from dlocks.transactions import in_testcase
 from dlocks.values import Claim
 
@@ -161,7 +161,9 @@ class Store:
     def _read(self, keys: Sequence[str], asked_at: float | None) -> dict[str, Key]:
         # The claims come first. One that is granted in between is found in the row.
         claims = self._claims_of(keys)
-        shown = {} if asked_at is not None else {"is_kept": InTransaction()}
+        shown = {}
+        if asked_at is None and self.session.engine.vendor == "postgresql":
+            shown = {"is_kept": IS_IN_TRANSACTION}
         rows = self.locks.annotate(now=Now(), **shown).filter(pk__in=keys)
         return {row.pk: self._key(row, claims[row.pk], asked_at) for row in rows}
 
@@ -179,10 +181,9 @@ class Store:
         asked_at: float | None,
         mine: str = "",
     ) -> Key:
-        """Return a key as it was read.
+        """Return a key as it was read, for the owner ``mine`` if it was locked.
 
-        Its leases end by the database's clock if ``asked_at``, the time of the request,
-        is None. ``mine`` is the owner of the claim for which it was locked.
+        If ``asked_at`` is None, its leases end by the database's clock.
         """
         # The row was read before or after the claims.
         date = max(one.now for one in (row, *claims))
