@@ -558,6 +558,41 @@ def threads(has_failed):
         raise errors[0]
 
 
+@pytest.fixture
+def paused(threads):
+    """Return a function that runs a generator function in a thread up to its ``yield``.
+
+    It returns a function that lets the thread go on and waits for its end. At the
+    latest, the thread goes on at the end of the test.
+    """
+    ends = []
+
+    def start(steps):
+        reached, end = threading.Event(), threading.Event()
+        ends.append(end)
+
+        def run():
+            for _ in steps():
+                reached.set()
+                assert end.wait(60)
+
+        thread = threads(run)
+        while not reached.wait(0.01):
+            if thread.done.is_set():
+                thread.join()
+                raise AssertionError("the thread has ended without a pause")
+
+        def go_on():
+            end.set()
+            thread.join(30)
+
+        return go_on
+
+    yield start
+    for end in ends:
+        end.set()
+
+
 @pytest.fixture(scope="session")
 def _chromium():
     yield

@@ -95,8 +95,7 @@ def come_at_once(pipe, key, threads, **policy):
     They start when the test sends a message. Return the number of threads that
     acquired.
     """
-    gate = threading.Barrier(threads + 1)
-    served, errors = [], []
+    gate, served = threading.Barrier(threads + 1), []
 
     def take():
         gate.wait(60)
@@ -104,21 +103,25 @@ def come_at_once(pipe, key, threads, **policy):
             # The first lease of a waiter is short, and may expire in such a crowd.
             with suppress(LockLost), db_lock(key, **policy) as held:
                 served.append(held.token)
-        except BaseException:
-            errors.append(traceback.format_exc())
         finally:
             connections.close_all()
 
-    crowd = [threading.Thread(target=take) for _ in range(threads)]
-    for thread in crowd:
-        thread.start()
-    pipe.say("here")
-    pipe.hear()
-    gate.wait(60)
-    for thread in crowd:
-        thread.join()
-    assert not errors, errors[0]
+    with in_threads(take for _ in range(threads)):
+        pipe.say("here")
+        pipe.hear()
+        gate.wait(60)
     return len(served)
+
+
+@contextmanager
+def in_threads(functions):
+    """Run each function in a thread. The block ends after them, with their error."""
+    functions = [*functions]
+    with ThreadPoolExecutor(len(functions)) as pool:
+        started = [pool.submit(function) for function in functions]
+        yield
+    for one in started:
+        one.result()
 
 
 def lock_row(pipe, key, using="default"):
@@ -151,15 +154,22 @@ def try_once(pipe, key, **policy):
     return found.token
 
 
+def outcome(step, *args):
+    """Return the result of a step, or the name of its error of dlocks."""
+    try:
+        return step(*args)
+    except LockError as error:
+        return type(error).__name__
+
+
 def acquire(pipe, *keys, **policy):
     """Acquire and never release. Return the token, or the name of the error.
 
     Of several keys, return the token of each.
     """
-    try:
-        held = db_lock(*keys, **policy).acquire()
-    except LockError as error:
-        return type(error).__name__
+    held = outcome(db_lock(*keys, **policy).acquire)
+    if isinstance(held, str):
+        return held
     _kept.append(held)
     return held.token if len(keys) == 1 else held.tokens
 
@@ -248,13 +258,16 @@ def ask_again_and_again(pipe, key, *, times):
 def write_and_ask(pipe, key, **policy):
     """Write a row in a transaction, then try to acquire a key there.
 
-    Return the reason why the lock was refused, and the number of rows written.
+    Return the reason why the lock was refused, or the name of an error of dlocks, and
+    the number of rows written.
     """
     refusal = ""
     with transaction.atomic():
         Group.objects.create(name=key)
         try:
             db_lock(key, **policy).acquire().release()
+        except LockError as error:
+            refusal = type(error).__name__
         except RuntimeError as error:
             refusal = str(error)
     return refusal, Group.objects.filter(name=key).count()
@@ -409,12 +422,8 @@ def wait_quietly(pipe, key, **policy):
 
 
 def check(pipe):
-    try:
-        for held in _kept:
-            held.check()
-    except LockError as error:
-        return type(error).__name__
-    return "held"
+    """Return "held", or the name of the first error."""
+    return next(filter(None, (outcome(held.check) for held in _kept)), "held")
 
 
 def still_held(pipe):
@@ -430,13 +439,7 @@ def still_held(pipe):
 
 
 def release_all(pipe):
-    answers = []
-    for held in _kept:
-        try:
-            held.release()
-            answers.append("released")
-        except LockError as error:
-            answers.append(type(error).__name__)
+    answers = [outcome(held.release) or "released" for held in _kept]
     _kept.clear()
     return answers
 
@@ -446,36 +449,27 @@ def count_by_threads(pipe, paths, *, threads, times, **policy):
 
     Return how much was added to each.
     """
-    done, errors = [0] * len(paths), []
+    done = [0] * len(paths)
     mutex = threading.Lock()
 
     def add(number):
         draw = random.Random(number)
-        try:
-            for _ in range(times):
-                chosen = draw.randrange(len(paths))
-                timeout = draw.choice([None, None, None, 30, 0.02])
-                try:
-                    with db_lock(paths[chosen], timeout=timeout, **policy):
-                        path = Path(paths[chosen])
-                        value = int(path.read_text())
-                        time.sleep(draw.choice([0, 0.0005]))
-                        path.write_text(str(value + 1))
-                except LockTimeout:
-                    continue
-                with mutex:
-                    done[chosen] += 1
-        except BaseException as error:
-            errors.append(error)
+        for _ in range(times):
+            chosen = draw.randrange(len(paths))
+            timeout = draw.choice([None, None, None, 30, 0.02])
+            try:
+                with db_lock(paths[chosen], timeout=timeout, **policy):
+                    path = Path(paths[chosen])
+                    value = int(path.read_text())
+                    time.sleep(draw.choice([0, 0.0005]))
+                    path.write_text(str(value + 1))
+            except LockTimeout:
+                continue
+            with mutex:
+                done[chosen] += 1
 
-    crowd = [threading.Thread(target=add, args=(number,)) for number in range(threads)]
-    for thread in crowd:
-        thread.start()
-    for thread in crowd:
-        thread.join(140)
-        assert not thread.is_alive(), "a thread waits without end"
-    if errors:
-        raise errors[0]
+    with in_threads(partial(add, number) for number in range(threads)):
+        pass
     return done
 
 
@@ -581,8 +575,9 @@ def nest(pipe, first, second, *, in_transaction=False, **policy):
 
 def nest_behind(pipe, first, second, **policy):
     """Nest as ``nest()`` does, while a thread already waits for the second key."""
-    lock = lock_of(second, timeout=60, **policy)
-    thread = threading.Thread(target=lambda: lock.acquire().release())
+    thread = threading.Thread(
+        target=token_of, args=[lock_of(second, timeout=60, **policy)]
+    )
 
     class Later:
         say = staticmethod(pipe.say)
@@ -616,11 +611,8 @@ def nest_at_random(pipe, seed, *, threads, times, keys, **policy):
             except LockTimeout as error:
                 outcomes.append(type(error).__name__)
 
-    crowd = [threading.Thread(target=work, args=[one]) for one in range(threads)]
-    for thread in crowd:
-        thread.start()
-    for thread in crowd:
-        thread.join()
+    with in_threads(partial(work, one) for one in range(threads)):
+        pass
     return outcomes
 
 
@@ -634,18 +626,16 @@ def wait_and_release(pipe, first, second, **policy):
     def wait():
         held.append(lock_of(first, **policy).acquire())
         ready.set()
-        lock_of(second, timeout=60, **policy).acquire().release()
+        token_of(lock_of(second, timeout=60, **policy))
 
-    thread = threading.Thread(target=wait)
-    thread.start()
-    ready.wait(60)
-    pipe.say("waits")
-    pipe.hear()
-    held[0].release()
-    with lock_of(first, **policy):
-        pipe.say("taken again")
+    with in_threads([wait]):
+        ready.wait(60)
+        pipe.say("waits")
         pipe.hear()
-    thread.join(60)
+        held[0].release()
+        with lock_of(first, **policy):
+            pipe.say("taken again")
+            pipe.hear()
     return "released"
 
 
@@ -682,12 +672,7 @@ def resume(pipe, text):
 
 
 def try_to_resume(pipe, text):
-    try:
-        held = resume_hold(text)
-    except LockError as error:
-        return type(error).__name__
-    held.release()
-    return held.token
+    return outcome(lambda: token_of(resume_hold(text)))
 
 
 def detach(pipe, key, within=None, **policy):
@@ -747,27 +732,26 @@ def share_under_guard(pipe, key, *, level="READ COMMITTED", **policy):
 def use_keys(pipe, *keys, timeout):
     """Write, read and queue for each key. Return the seconds of each step."""
     took = {}
+
+    def time_out(key):
+        try:
+            with suppress(LockTimeout):
+                db_lock(key, timeout=0.05).acquire()
+        finally:
+            connections.close_all()
+
     for key in keys:
         began = time.monotonic()
         with db_lock(key, timeout=timeout):
             took[f"write {key}"] = time.monotonic() - began
             queued = time.monotonic()
-            thread = threading.Thread(target=_time_out, args=(key,))
-            thread.start()
-            thread.join()
+            with in_threads([partial(time_out, key)]):
+                pass
             took[f"queue for {key}"] = time.monotonic() - queued
         began = time.monotonic()
         with db_rwlock(key, timeout=timeout).read():
             took[f"read {key}"] = time.monotonic() - began
     return took
-
-
-def _time_out(key):
-    try:
-        with suppress(LockTimeout):
-            db_lock(key, timeout=0.05).acquire()
-    finally:
-        connections.close_all()
 
 
 def hang_in_queue(pipe, key, tasks, **policy):
@@ -1093,28 +1077,24 @@ def take_turns(pipe, key, *, times, **policy):
 
 def whole_cycle(pipe, using):
     """Use locks in all the ways an application does. Return the steps done."""
-    done, went_wrong, own = [], [], f"least:{os.getpid()}"
+    done, own = [], f"least:{os.getpid()}"
 
     def wait():
         try:
             with db_lock(f"{own}:a", using=using, timeout=5):
                 done.append("waited")
-        except LockError as error:
-            went_wrong.append(error)
         finally:
             connections.close_all()
 
-    with db_lock(f"{own}:a", using=using) as held:
-        waiter = threading.Thread(target=wait)
-        waiter.start()
-        while waiter.is_alive() and not held.queue_length():
-            time.sleep(0.005)
-        with db_lock(f"{own}:a", using=using):
-            held.renew()
-            held.check()
-    waiter.join(30)
-    for error in went_wrong:
-        raise error
+    with ThreadPoolExecutor(1) as pool:
+        with db_lock(f"{own}:a", using=using) as held:
+            waiter = pool.submit(wait)
+            while not (waiter.done() or held.queue_length()):
+                time.sleep(0.005)
+            with db_lock(f"{own}:a", using=using):
+                held.renew()
+                held.check()
+        waiter.result()
     with transaction.atomic(), db_lock(f"{own}:b", using=using):
         done.append("transaction")
     with db_lock(f"{own}:c", f"{own}:d", using=using):
@@ -1183,21 +1163,6 @@ def lease_in_a_transaction(pipe, key):
             return ResourceLock.objects.filter(pk=key, status="P").count()
 
 
-def write_and_try(pipe, key, **policy):
-    """Write a row in a transaction and try to acquire a key there.
-
-    Return the outcome and the number of committed rows.
-    """
-    with transaction.atomic():
-        Group.objects.create(name=key)
-        try:
-            db_lock(key, timeout=0.2, **policy).acquire().release()
-            outcome = "acquired"
-        except LockTimeout:
-            outcome = "LockTimeout"
-    return outcome, Group.objects.filter(name=key).count()
-
-
 def outwait_a_row(pipe, key, locked, **policy):
     """Lock a key in a transaction, then wait for a row until the server gives up.
 
@@ -1211,11 +1176,7 @@ def outwait_a_row(pipe, key, locked, **policy):
             ResourceLock.objects.select_for_update().get(key_resource=locked)
         except OperationalError as error:
             outcomes.append(error.args[0])
-        for step in hold.check, hold.release:
-            try:
-                outcomes.append(step())
-            except LockError as error:
-                outcomes.append(type(error).__name__)
+        outcomes += [outcome(hold.check), outcome(hold.release)]
         transaction.set_rollback(True)
     return outcomes
 
@@ -1363,21 +1324,17 @@ def release_while_the_pool_is_exhausted(pipe, key, waiters):
 
     hold = db_lock(key).acquire()
     connections.close_all()
-    crowd = [threading.Thread(target=wait) for _ in range(waiters)]
-    for thread in crowd:
-        thread.start()
-    while (
-        backends["default"].runtime.run(partial(backends["default"].waiting, key))
-        < waiters
-    ):
-        time.sleep(0.005)
-    began = time.monotonic()
-    hold.check()
-    hold.renew()
-    hold.release()
-    seconds = time.monotonic() - began
-    for thread in crowd:
-        thread.join()
+    with in_threads(wait for _ in range(waiters)):
+        while (
+            backends["default"].runtime.run(partial(backends["default"].waiting, key))
+            < waiters
+        ):
+            time.sleep(0.005)
+        began = time.monotonic()
+        hold.check()
+        hold.renew()
+        hold.release()
+        seconds = time.monotonic() - began
     return seconds, granted.qsize()
 
 

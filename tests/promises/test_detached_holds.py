@@ -30,33 +30,21 @@ SERVERS = pytest.mark.engine("postgresql", "mariadb", "mysql")
 
 
 @pytest.fixture
-def in_block(threads):
+def in_block(paused):
     """Return a function that opens a block in another thread until it is called."""
-    ends = []
 
     def begin(block):
-        begun, end = threading.Event(), threading.Event()
-        ends.append(end)
+        holds = []
 
         def work():
             with block as hold:
                 holds.append(hold)
-                begun.set()
-                assert end.wait(20)
+                yield
 
-        holds = []
-        thread = threads(work)
-        assert begun.wait(20)
-
-        def finish():
-            end.set()
-            thread.join(20)
-
+        finish = paused(work)
         return holds[0], finish
 
-    yield begin
-    for end in ends:
-        end.set()
+    return begin
 
 
 # A text is never resumed while a block of the hold runs.
@@ -265,28 +253,24 @@ def test_a_hold_that_was_not_left_continues_after_a_failed_detach(
     ],
 )
 def test_a_failed_detach_frees_no_key_before_the_transaction_ends(
-    using, stops, threads, is_busy, until
+    using, stops, paused, is_busy, until
 ):
     """Another thread has left the hold in its transaction meanwhile."""
     hold = db_lock("export:7", using=using, scope="lease").acquire()
-    left, end = threading.Event(), threading.Event()
+    ends = []
 
     def leave():
         with transaction.atomic():
             hold.release()
-            left.set()
-            assert end.wait(20)
+            yield
 
     def leave_and_fail():
-        others.append(threads(leave))
-        assert left.wait(20)
+        ends.append(paused(leave))
         fail()
 
-    others = []
     stops.call("renew", leave_and_fail)
     with pytest.raises(LockBackendError):
         hold.detach()
     assert is_busy("export:7", using)
-    end.set()
-    others[0].join(20)
+    ends[0]()
     until(lambda: not is_busy("export:7", using), 1.0)

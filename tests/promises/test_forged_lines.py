@@ -27,7 +27,7 @@ HARMFUL = set("\r\n\x0b\x0c\x1b\x85\u2028\u2029\u202e\0")
 
 
 @pytest.mark.parametrize("using", ["default", "memory"])
-def test_a_thread_name_cannot_forge_lines(using, settings, caplog, threads, is_busy):
+def test_a_thread_name_cannot_forge_lines(using, settings, caplog, paused, is_busy):
     """Line breaks and escape sequences of a thread's name are escaped everywhere.
 
     This applies to logs, errors, lists and the admin. A thread's name may contain a
@@ -38,16 +38,13 @@ def test_a_thread_name_cannot_forge_lines(using, settings, caplog, threads, is_b
         using: {**settings.DLOCKS[using], "OPTIONS": {"slow_hold": 0, "slow_wait": 0}},
     }
     caplog.set_level(logging.DEBUG)
-    held, seen = threading.Event(), threading.Event()
 
     def work():
         threading.current_thread().name = FORGED
         with db_lock("stock:7", using=using):
-            held.set()
-            assert seen.wait(30)
+            yield
 
-    other = threads(work)
-    assert held.wait(30)
+    end = paused(work)
     try:
         with pytest.raises(LockTimeout) as caught:
             db_lock("stock:7", using=using, timeout=0).acquire()
@@ -66,8 +63,7 @@ def test_a_thread_name_cannot_forge_lines(using, settings, caplog, threads, is_b
         assert not [text for text in shown if "\n2026" in text]
         assert not HARMFUL - {"\n"} & set(shown[-1])
     finally:
-        seen.set()
-        other.join()
+        end()
     holder = caught.value.holder
     for text in (str(caught.value), str(holder), repr(holder), holder.holder):
         assert "dlocks.audit forged" in text

@@ -8,11 +8,12 @@ import threading
 import weakref
 
 import pytest
-from django.db import connections, transaction
+from django.db import transaction
 from django.http import StreamingHttpResponse
 
 from dlocks import db_lock, locked_view
 from tests.for_each import for_each
+from tests.promises.ended import in_ended_thread
 
 pytestmark = [pytest.mark.front, pytest.mark.django_db(transaction=True)]
 
@@ -20,22 +21,6 @@ pytestmark = [pytest.mark.front, pytest.mark.django_db(transaction=True)]
 HOLDS, FEW = 60, 20
 RESPONSES = 2000
 IN_MEMORY = {"using": "memory"}
-
-
-def in_ended_thread(function):
-    """Return the result of a function in a thread that has ended."""
-    results = []
-
-    def run():
-        try:
-            results.append(function())
-        finally:
-            connections.close_all()
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    return results.pop()
 
 
 def remembered(references):

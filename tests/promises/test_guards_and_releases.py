@@ -97,23 +97,19 @@ def test_a_hold_that_is_left_under_a_guard_is_kept_until_its_end(
 # SQLite has one writer, so the two transactions cannot be open together.
 @pytest.mark.engine("postgresql", "mariadb", "mysql")
 @FAMILY
-def test_a_guard_of_a_hold_that_was_left_keeps_the_key(using, threads, is_busy, until):
+def test_a_guard_of_a_hold_that_was_left_keeps_the_key(using, paused, is_busy, until):
     """The hold was left in a transaction that ends before the guarded one."""
     hold = db_lock("a", using=using, scope="lease").acquire()
-    left, end = threading.Event(), threading.Event()
 
     def leave():
         with transaction.atomic():
             hold.release()
-            left.set()
-            assert end.wait(20)
+            yield
 
-    other = threads(leave)
-    assert left.wait(20)
+    end = paused(leave)
     with hold.atomic():
-        end.set()
         began = time.monotonic()
-        other.join(20)
+        end()
         in_time(time.monotonic() - began, 2.0)
         assert is_busy("a", using)
     until(lambda: not is_busy("a", using), 1.0)

@@ -31,36 +31,22 @@ LOCKS = {
 
 
 @pytest.fixture
-def leave_in_transaction(threads):
+def leave_in_transaction(paused):
     """Return a function that leaves a hold in an open transaction of another thread.
 
     It returns a function that commits the transaction, or rolls it back.
     """
-    ends = []
 
     def leave(hold, *, rollback=False):
-        left, end = threading.Event(), threading.Event()
-        ends.append(end)
-
         def work():
             with transaction.atomic():
                 hold.release()
-                left.set()
-                assert end.wait(20)
+                yield
                 transaction.set_rollback(rollback)
 
-        thread = threads(work)
-        assert left.wait(20)
+        return paused(work)
 
-        def go_on():
-            end.set()
-            thread.join(20)
-
-        return go_on
-
-    yield leave
-    for end in ends:
-        end.set()
+    return leave
 
 
 def lock_of(kind, using, **options):

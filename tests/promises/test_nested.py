@@ -10,6 +10,7 @@ import random
 import signal
 import threading
 import time
+from functools import partialmethod
 
 import pytest
 from django.db import connection
@@ -36,23 +37,12 @@ class Interrupted:
             strike()
         return result
 
-    def acquire(self, *args, **kwargs):
-        return self._struck("acquire", *args, **kwargs)
-
-    def acquire_all(self, *args, **kwargs):
-        return self._struck("acquire_all", *args, **kwargs)
-
-    def verify(self, *args, **kwargs):
-        return self._struck("verify", *args, **kwargs)
-
-    def renew(self, *args, **kwargs):
-        return self._struck("renew", *args, **kwargs)
-
-    def release(self, *args, **kwargs):
-        return self._struck("release", *args, **kwargs)
-
-    def holder(self, *args, **kwargs):
-        return self._struck("holder", *args, **kwargs)
+    acquire = partialmethod(_struck, "acquire")
+    acquire_all = partialmethod(_struck, "acquire_all")
+    verify = partialmethod(_struck, "verify")
+    renew = partialmethod(_struck, "renew")
+    release = partialmethod(_struck, "release")
+    holder = partialmethod(_struck, "holder")
 
 
 MEMORY = "dlocks.backends.memory.MemoryBackend"

@@ -19,34 +19,21 @@ KEYS = for_each("keys", [(("a",), ("a", "b")), (("a", "b"), ("a",))])
 LEFT_FIRST = for_each("left_first", [0, 1])
 
 
+@for_each("by", ["release", "block"])
 @USING
 @KEYS
 @LEFT_FIRST
 @sync_and_async
 async def test_one_key_and_several_are_released_in_any_order(
-    do, using, keys, left_first, is_busy
+    do, using, keys, left_first, by, is_busy
 ):
-    """``hold.release()`` of one key leaves no entry of the hold of several keys."""
+    """Neither ``hold.release()`` nor a block of one hold leaves an entry of another."""
     holds = [await do.ask(db_lock(*each, using=using), "acquire") for each in keys]
-    await do.ask(holds.pop(left_first), "release")
-    assert holds[0].held
-    assert await do.sync(is_busy, "a", using)
-    await do.ask(holds[0], "release")
-    for key in ("a", "b"):
-        assert not await do.sync(is_busy, key, using)
-
-
-@USING
-@KEYS
-@LEFT_FIRST
-@sync_and_async
-async def test_a_block_uses_an_entry_of_its_own_hold(
-    do, using, keys, left_first, is_busy
-):
-    """A block of one key leaves no entry of the hold of several keys."""
-    holds = [await do.ask(db_lock(*each, using=using), "acquire") for each in keys]
-    async with do.block(holds.pop(left_first)):
-        pass
+    if by == "release":
+        await do.ask(holds.pop(left_first), "release")
+    else:
+        async with do.block(holds.pop(left_first)):
+            pass
     assert holds[0].held
     assert await do.sync(is_busy, "a", using)
     await do.ask(holds[0], "release")

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import logging
-import threading
 import time
 from queue import SimpleQueue
 
@@ -12,6 +11,7 @@ from asgiref.sync import async_to_sync, sync_to_async
 from django.db import connections
 
 from dlocks import LockLost, db_lock, db_rwlock, db_semaphore, lock_lost
+from tests.promises.ended import in_ended_thread
 from tests.settings import DLOCKS
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -50,22 +50,6 @@ def lost():
     lock_lost.disconnect(note)
 
 
-def in_ended_thread(function):
-    """Return the result of a function in a thread that has ended."""
-    results = []
-
-    def run():
-        try:
-            results.append(function())
-        finally:
-            connections.close_all()
-
-    thread = threading.Thread(target=run, name="ended")
-    thread.start()
-    thread.join()
-    return results[0]
-
-
 @pytest.fixture
 def outlast(lost, until):
     """Return a function that waits until holds of ended threads are noticed.
@@ -99,67 +83,58 @@ def deadline(hold):
     return time.monotonic() + hold.remaining
 
 
-class Worker:
-    """A thread in the blocks of holds, until ``end()`` is called."""
+def work_in(*holds):
+    """Return a function for ``paused()`` that works in the blocks of holds."""
 
-    def __init__(self, threads, *holds):
-        self.entered, self.leave = threading.Event(), threading.Event()
-        self._holds = holds
-        self._thread = threads(self._work)
-        assert self.entered.wait(20)
-
-    def _work(self):
+    def work():
         with contextlib.ExitStack() as stack:
-            for hold in self._holds:
+            for hold in holds:
                 stack.enter_context(hold)
-            self.entered.set()
-            assert self.leave.wait(30)
-            for hold in self._holds:
+            yield
+            for hold in holds:
                 hold.check()
 
-    def end(self):
-        self.leave.set()
-        self._thread.join(30)
+    return work
 
 
-def test_the_open_block_of_another_thread_keeps_a_hold(threads, lost, outlast, until):
+def test_the_open_block_of_another_thread_keeps_a_hold(paused, lost, outlast, until):
     """The thread that acquired it may end. The hold is renewed, and not reported.
 
     This holds for one key and for several, for read locks and permits, on each backend.
     """
     locks = [lock for alias in ALIASES for lock in locks_of(alias, ttl=2.0)]
     holds = in_ended_thread(lambda: [lock.acquire() for lock in locks])
-    worker = Worker(threads, *holds)
+    end = paused(work_in(*holds))
     first = [deadline(hold) for hold in holds]
     outlast(*ALIASES)
     for hold, lock, before in zip(holds, locks, first, strict=True):
         until(lambda hold=hold, before=before: deadline(hold) > before + 0.1)
         assert hold.held, hold
         assert not is_free(lock), hold
-    worker.end()
+    end()
     for lock in locks:
         assert is_free(lock)
     assert all(key.startswith("decoy") for key in lost)
 
 
 @pytest.mark.front
-def test_a_hold_may_be_passed_on_repeatedly(threads, lost, outlast):
+def test_a_hold_may_be_passed_on_repeatedly(paused, lost, outlast):
     """Each thread enters it once, and may end when the next one has entered it."""
     lock = db_lock("stock:7")
     hold = in_ended_thread(lambda: [lock.acquire(), lock.acquire()][0])
-    first = Worker(threads, hold)
-    second = Worker(threads, hold)
-    first.end()
+    end_first = paused(work_in(hold))
+    end_second = paused(work_in(hold))
+    end_first()
     outlast("default")
     assert hold.held
     assert not is_free(lock)
-    second.end()
+    end_second()
     assert is_free(lock)
     assert lost == ["decoy default"]
 
 
 @pytest.mark.front
-def test_a_block_keeps_a_hold_of_a_closed_event_loop(threads, lost, outlast):
+def test_a_block_keeps_a_hold_of_a_closed_event_loop(paused, lost, outlast):
     """The hold comes from ``async_to_sync(lock.aacquire)()`` or ``asyncio.run()``."""
     locks = [db_lock("stock:7"), db_lock("a", "b"), db_lock("c", using="memory")]
     holds = [async_to_sync(lock.aacquire)() for lock in locks]
@@ -275,14 +250,14 @@ def test_a_thread_that_ends_inside_a_block_keeps_nothing(lost, until, caplog):
 
 
 @pytest.mark.front
-def test_an_entry_that_no_block_leaves_is_lost(threads, lost, outlast, until):
+def test_an_entry_that_no_block_leaves_is_lost(paused, lost, outlast, until):
     """An ended thread has acquired twice, and another one leaves only once."""
     lock = db_lock("stock:7")
     hold = in_ended_thread(lambda: [lock.acquire(), lock.acquire()][0])
-    worker = Worker(threads, hold)
+    end = paused(work_in(hold))
     outlast("default")
     assert hold.held
-    worker.end()
+    end()
     until(lambda: lost == ["decoy default", "stock:7"])
     assert is_free(lock)
     with pytest.raises(LockLost):

@@ -2,7 +2,6 @@
 
 import io
 import json
-import threading
 
 import pytest
 from django.core.management import call_command
@@ -19,22 +18,19 @@ def printed(*command, **options):
     return out.getvalue()
 
 
-def test_a_key_that_a_transaction_holds_looks_free_until_its_commit(threads):
+def test_a_key_that_a_transaction_holds_looks_free_until_its_commit(paused):
     """The page on troubleshooting says so, and quotes the error of another caller.
 
     Without waiters, only PostgreSQL finds the transaction.
     """
     with db_lock("stock:7"):
         pass
-    held, seen = threading.Event(), threading.Event()
 
     def work():
         with transaction.atomic(), db_lock("stock:7"):
-            held.set()
-            assert seen.wait(30)
+            yield
 
-    other = threads(work)
-    assert held.wait(30)
+    end = paused(work)
     is_found = connection.vendor == "postgresql"
     try:
         assert (printed("list_locks") != "No locks.\n") is is_found
@@ -47,5 +43,4 @@ def test_a_key_that_a_transaction_holds_looks_free_until_its_commit(threads):
         with pytest.raises(LockTimeout, match=f"held by {by}"):
             db_lock("stock:7", timeout=0).acquire()
     finally:
-        seen.set()
-        other.join()
+        end()

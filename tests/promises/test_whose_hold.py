@@ -305,18 +305,18 @@ def test_an_exit_stack_ends_no_other_block_of_its_thread(kind, threads, until, i
 
 @pytest.mark.front
 @for_each("kind", [*SHARED.items()])
-def test_an_exit_stack_of_another_thread_is_refused(kind, threads, until, is_busy):
+def test_an_exit_stack_of_another_thread_is_refused(
+    kind, paused, threads, until, is_busy
+):
     """It is not certain which block of the lock object is meant, so none ends.
 
     The key is free once both threads have ended.
     """
     lock, stack = lock_of(kind), ExitStack()
-    began, over = threading.Event(), threading.Event()
 
     def begin():
         stack.enter_context(lock)
-        began.set()
-        over.wait(30)
+        yield
 
     def close():
         with lock as mine:
@@ -324,11 +324,9 @@ def test_an_exit_stack_of_another_thread_is_refused(kind, threads, until, is_bus
                 stack.close()
             mine.check()
 
-    first = threads(begin)
-    assert began.wait(30)
+    end = paused(begin)
     threads(close).join(30)
-    over.set()
-    first.join(30)
+    end()
     until(lambda: not is_busy())
 
 
@@ -402,31 +400,27 @@ def test_each_block_of_a_hold_keeps_the_key_for_itself(keys, threads, is_busy):
 @pytest.mark.front
 @pytest.mark.parametrize("keys", [KEYS[:1], KEYS])
 def test_the_release_of_its_caller_takes_no_hold_from_a_block(
-    keys, threads, in_other_thread, is_busy
+    keys, paused, in_other_thread, is_busy
 ):
     """A thread acquires, and passes the hold to a thread that uses it in a block.
 
     Only the end of that block frees the key, and no third thread releases it before.
     """
     hold = db_lock(*keys, using="memory").acquire()
-    entered, end = threading.Event(), threading.Event()
 
     def use():
         with hold:
-            entered.set()
-            assert end.wait(20)
+            yield
             hold.check()
 
-    user = threads(use)
-    assert entered.wait(20)
+    end = paused(use)
     hold.release()
     assert hold.held
     if len(keys) == 1:
         with pytest.raises(RuntimeError, match="in a block that holds it"):
             in_other_thread(hold.release)
     assert all(is_busy(key, "memory") for key in keys)
-    end.set()
-    user.join(20)
+    end()
     assert not any(is_busy(key, "memory") for key in keys)
 
 

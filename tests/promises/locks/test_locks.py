@@ -538,28 +538,23 @@ def test_a_block_that_ends_in_another_thread_releases(in_other_thread, is_busy):
 
 @pytest.mark.front
 @for_each("in_block", [False, True])
-def test_a_block_never_releases_another_caller_s_hold(in_block, threads):
+def test_a_block_never_releases_another_caller_s_hold(in_block, paused):
     """The block has released its own hold early, and another thread has the next one.
 
     Both use the same lock object.
     """
-    lock, held, over = db_lock("stock:7"), threading.Event(), threading.Event()
+    lock = db_lock("stock:7")
 
     def work():
         hold = lock.__enter__() if in_block else lock.acquire()
-        held.set()
-        over.wait(30)
-        still = hold.held
+        yield
+        assert hold.held
         lock.__exit__(None, None, None) if in_block else hold.release()
-        return still
 
     with lock as hold:
         hold.release()
-        other = threads(work)
-        assert held.wait(30)
-    over.set()
-    other.join(30)
-    assert other.results == [True]
+        end = paused(work)
+    end()
 
 
 # Stale keys.

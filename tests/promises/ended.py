@@ -1,0 +1,22 @@
+"""Threads that have ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from django.db import connections
+
+
+def in_ended_thread(function: Callable[[], Any]) -> Any:
+    """Return the result of a function in a thread that has ended."""
+
+    def run() -> Any:
+        try:
+            return function()
+        finally:
+            connections.close_all()
+
+    with ThreadPoolExecutor(1, "ended") as pool:
+        return pool.submit(run).result()
