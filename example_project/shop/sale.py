@@ -12,6 +12,19 @@ from example_project.shop.services import ALIASES, NO_LOCK, ROW, Purchase
 
 TITLES = {NO_LOCK: "no lock", **{name: name for name in ALIASES}, ROW: "optimistic row"}
 
+# What the name of each round means.
+MEANINGS = {
+    NO_LOCK: "each buyer reads the stock, and writes what was read, less one",
+    "pessimistic": "with db_lock(key), the default: one buyer at a time, in a queue",
+    "optimistic": "the same lock, which compares a version instead of locking its row",
+    "insert": "the same lock, which inserts its row and deletes it",
+    ROW: "a write succeeds only if the product's version is unchanged",
+}
+WHY_SLOWER = (
+    "With a lock fewer are sold per second, because one buyer at a time pays, and then"
+    " hands the key to the next. Without one, payments overlap, and so do mistakes."
+)
+
 # Attempts without a lock, since overselling happens by chance.
 LOCKLESS_TRIES = 5
 

@@ -352,6 +352,7 @@ def test_flash_sale_oversells_only_without_a_lock(transactional_db, monkeypatch,
     few = "--stock", "10", "--buyers", "24", "--processes", "2"
     call_command("flash_sale", *few, stdout=output)
     assert "All locks held" in output.getvalue()
+    assert "pessimistic: with db_lock(key), the default" in output.getvalue()
     locks = ["pessimistic", "optimistic", "insert", "optimistic row"]
     row = rf"^ (no lock|{'|'.join(locks)}) +(\d+) +(\d+) +(\d+) "
     rows = re.findall(row, output.getvalue(), re.MULTILINE)

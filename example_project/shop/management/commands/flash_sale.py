@@ -12,7 +12,7 @@ from django.db import connection
 
 from example_project.shop.crowd import Crowd, CrowdError
 from example_project.shop.models import Product
-from example_project.shop.sale import TITLES, Round, sell
+from example_project.shop.sale import MEANINGS, TITLES, WHY_SLOWER, Round, sell
 from example_project.shop.services import LOCKS
 
 
@@ -72,6 +72,9 @@ class Command(BaseCommand):
             console.print("Interrupted: the sale was aborted.", style="red")
             sys.exit(130)
         console.print(_table(rounds))
+        for one in rounds:
+            console.print(f"{one.title}: {MEANINGS[one.lock]}")
+        console.print(f"{WHY_SLOWER}\n")
         complaints = [
             complaint for one in rounds if (complaint := one.complaint) is not None
         ]
