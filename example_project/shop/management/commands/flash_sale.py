@@ -73,7 +73,9 @@ class Command(BaseCommand):
             sys.exit(130)
         console.print(_table(rounds))
         for one in rounds:
-            console.print(f"{one.title}: {MEANINGS[one.lock]}")
+            # A project may use other backends.
+            if one.lock in MEANINGS:
+                console.print(f"{one.title}: {MEANINGS[one.lock]}")
         console.print(f"{WHY_SLOWER}\n")
         complaints = [
             complaint for one in rounds if (complaint := one.complaint) is not None
