@@ -509,7 +509,7 @@ class Holding:
     def unwatch(self) -> None:
         """Stop watching a hold that has ended."""
         keeper.remove(self)
-        settlement, self._settlement = self._settlement, None
+        settlement = vars(self).pop("_settlement", None)
         if settlement is not None and settlement.left_by is not None:
             callers.remove(settlement.left_by)
 
@@ -538,9 +538,8 @@ class Holding:
     def _await_transactions(self) -> None:
         """Release a lease that was left when its transactions end."""
         if self.life.state.phase is Phase.LEFT:
-            if self._settlement is None:
-                self._settlement = Settlement(self)
-            self._settlement.begin()
+            # Several threads may leave at once. They share the first one that is set.
+            vars(self).setdefault("_settlement", Settlement(self)).begin()
 
     @property
     def to_settle(self) -> bool:
