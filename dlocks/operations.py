@@ -185,6 +185,15 @@ def state_of(lock: LockRow) -> str:
     return f"{label} ({lock.sharing})" if lock.state == LockState.SHARED else label
 
 
+def is_resting(lock: LockRow) -> bool:
+    """Return whether a lock was released, but is kept for its ``min_hold``."""
+    return (
+        getattr(lock, "status", "P") in {"S", "F"}
+        and lock.state == LockState.HELD
+        and lock.seconds_left > 0
+    )
+
+
 def is_kept(lock: LockRow) -> bool:
     """Return whether a transaction keeps this expired lease, or key without a lease.
 

@@ -21,6 +21,7 @@ from dlocks.operations import (
     address_of,
     in_row,
     is_kept,
+    is_resting,
     is_session,
     last_seen_of,
     mode,
@@ -175,15 +176,6 @@ def label(shown: LockRow) -> str:
         # min_hold is the name of an option.
         return _("resting (%(option)s)") % {"option": "min_hold"}
     return state_of(shown)
-
-
-def is_resting(shown: LockRow) -> bool:
-    """Return whether a lock was released, but is kept for its ``min_hold``."""
-    return (
-        getattr(shown, "status", "P") in {"S", "F"}
-        and shown.state == LockState.HELD
-        and shown.seconds_left > 0
-    )
 
 
 def time_html(value: Any, ago: float) -> SafeString:

@@ -23,6 +23,7 @@ from dlocks.operations import (
     describe,
     in_row,
     is_kept,
+    is_resting,
     is_session,
     mode,
     pages,
@@ -173,7 +174,7 @@ def _lines(lock: LockRow, prefix: str, limit: float) -> Iterator[str]:
     alone, kept = in_row(lock), is_kept(lock)
     taken = alone and lock.state != LockState.FREE
     facts = FACTS.format(
-        str(LockState.HELD.label) if kept else state_of(lock),
+        _state(lock),
         lock.waiting,
         _short(lock.seconds_held if taken else None),
         "transaction" if kept else _short(lock.seconds_left if taken else None),
@@ -186,6 +187,12 @@ def _lines(lock: LockRow, prefix: str, limit: float) -> Iterator[str]:
     yield before + _cut(
         (alone and printable(lock.holder)) or "-", limit - _width(before)
     )
+
+
+def _state(lock: LockRow) -> str:
+    if is_resting(lock):
+        return "resting"
+    return str(LockState.HELD.label) if is_kept(lock) else state_of(lock)
 
 
 def _waits(waits: Sequence[WaitingClaim], prefix: str) -> Iterator[str]:

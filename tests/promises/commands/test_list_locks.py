@@ -60,6 +60,14 @@ def test_held_and_stale_locks_are_listed_with_their_holders(settings):
 
 
 @pytest.mark.storage
+@pytest.mark.django_db(transaction=True)
+def test_a_released_key_rests_for_its_min_hold():
+    """It is not held any more, and not free."""
+    with db_lock("report", min_hold=600):
+        assert re.search(r"^report +held ", run("list_locks"), re.MULTILINE)
+    assert re.search(r"^report +resting ", run("list_locks"), re.MULTILINE)
+
+
 def test_keys_and_patterns_filter_the_list():
     for key in ("stock:8", "stock:7", "report", "stock"):
         rows.held(key)
