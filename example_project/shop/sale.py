@@ -14,7 +14,7 @@ TITLES = {NO_LOCK: "no lock", **{name: name for name in ALIASES}, ROW: "optimist
 
 # What the name of each round means.
 MEANINGS = {
-    NO_LOCK: "each buyer reads the stock, and writes what was read, less one",
+    NO_LOCK: "each buyer reads the stock, subtracts one and writes the result",
     "pessimistic": "with db_lock(key), the default: one buyer at a time, in a queue",
     "optimistic": "the same lock, which compares a version instead of locking its row",
     "insert": "the same lock, which inserts its row and deletes it",

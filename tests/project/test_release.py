@@ -91,7 +91,7 @@ def version(text):
 
 
 def test_an_untested_version_of_django_is_a_warning(monkeypatch):
-    """An update is possible, and somebody who makes it learns what is not known."""
+    """Users can update Django before dlocks, and are warned."""
     major, minor = version(MATRIX[-1][1])
     for tested, warned in (((major, minor), False), ((major, minor + 1), True)):
         monkeypatch.setattr(django, "VERSION", (*tested, 0, "final", 0))

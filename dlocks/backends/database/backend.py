@@ -1,7 +1,8 @@
 """The base class of the backends whose locks are rows of one table.
 
 A lease is a row with an ``end_time`` in the future. Each change of it is a committed
-transaction of its own. ``transactions`` has what is part of the caller's transaction.
+transaction of its own. The module ``transactions`` implements locks that are part of
+the caller's transaction.
 
 ``DatabaseBackend`` puts the parts of this package together. Each of them has its own
 state, and gets what it needs in its constructor.
