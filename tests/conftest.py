@@ -31,7 +31,7 @@ from tests.internals import (
     keeper,
     notify,
 )
-from tests.processes import Worker, stack_dumps
+from tests.processes import Worker, disconnect, stack_dumps
 from tests.settings import ENGINE
 from tests.timing import TooLateError, eventually, witness
 
@@ -417,7 +417,12 @@ def workers(_pool, transactional_db):
         bury()
         while len(_pool) < number:
             _pool.append(Worker(far=len(_pool) % 2 == 1))
-        return _pool[:number]
+        chosen = _pool[:number]
+        for worker in chosen:
+            worker.start(disconnect)
+        for worker in chosen:
+            worker.hear()
+        return chosen
 
     yield get
     # A process that a failed test has left in a transaction would block the flush of

@@ -236,6 +236,13 @@ def _serve(connection: Connection, environment: dict[str, str], far: bool) -> No
             connection.send(("done", result))
 
 
+def disconnect(pipe: Pipe) -> None:
+    """Close the connections of a worker, whose sessions a test may have ended."""
+    from django.db import connections
+
+    connections.close_all()
+
+
 def go_far_away() -> None:
     """Make this process behave as if no other process were on the same host."""
     from tests.internals import notify
