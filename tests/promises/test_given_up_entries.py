@@ -116,13 +116,14 @@ def test_an_entry_that_a_detach_refuses_does_not_keep_the_hold(
     free when the detach has failed.
     """
     using = f"stopping {name}"
-    lock = db_lock("a", using=using)
+    # Without renewals, so that the stop is in the detach.
+    lock = db_lock("a", using=using, renew=False)
     hold = lock.acquire()
     others = []
 
     def leave_and_detach():
         threads(hold.release).join(20)
-        detaching.append(stops.at("renew"))
+        detaching.append(stops.at("renew", using))
         others.append(threads(hold.detach))
         detaching[0].wait()
 

@@ -61,7 +61,7 @@ LOCKERS = (
     " USING (thread_id) JOIN information_schema.innodb_trx ON trx_id ="
     " engine_transaction_id WHERE object_schema = DATABASE() AND object_name ="
     " %(table)s AND index_name = 'PRIMARY' AND lock_type = 'RECORD' AND lock_status ="
-    " 'GRANTED' AND lock_mode LIKE 'X%%'"
+    " 'GRANTED' AND lock_mode IN ('X', 'X,REC_NOT_GAP')"
 )
 # The time and the result of the last probe of each database.
 _probes: dict[str, tuple[float, Mapping[str, Holder]]] = {}

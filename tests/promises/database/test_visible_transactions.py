@@ -158,30 +158,67 @@ def test_a_hidden_session_is_not_named_on_pages(workers, boss, settings):
 @INNODB
 @ROWS
 def test_a_key_with_waiters_is_held_in_a_transaction(using, workers, boss, until):
-    """Where the user may read the locks of rows (MySQL), the session is named."""
+    """Where the user may read the locks of rows (MySQL), the session is named.
+
+    Each backend has a key of its own, since an answer may be a second old.
+    """
+    key = f"stock:{using}"
     keeper, waiter = workers(2)
-    keeper.start(keep, "stock:7", "lock", using)
+    keeper.start(keep, key, "lock", using)
     session = keeper.hear()
-    lock = db_lock("stock:7", using=using)
+    lock = db_lock(key, using=using)
     # Without waiters, no probe may be in the way.
     assert lock.holder() is None
-    assert "stock:7" not in listed("--using", using)
-    waiter.start(jobs.wait_for, "stock:7", using=using, timeout=60)
+    assert key not in listed("--using", using)
+    waiter.start(jobs.wait_for, key, using=using, timeout=60)
     assert waiter.hear() == "waiting"
     until(lambda: lock.holder() is not None, 30)
-    until(lambda: listed("--using", using).get("stock:7"), 30)
+    until(lambda: listed("--using", using).get(key), 30)
     holder = lock.holder()
     name = f"session {session}" if ENGINE == "mysql" else ""
     assert (holder.in_transaction, holder.holder) == (True, name)
     with pytest.raises(LockTimeout, match="in a transaction|by an open transaction"):
-        db_lock("stock:7", using=using, timeout=0.1).acquire()
+        db_lock(key, using=using, timeout=0.1).acquire()
     if using == "default":
-        for address in LIST, detail("stock:7"):
+        for address in LIST, detail(key):
             assert IN_TRANSACTION in text_of(page(boss.get(address)))
     keeper.tell()
     keeper.hear()
     waiter.hear()
     assert lock.holder() is None
+
+
+def lock_the_gap(pipe, missing):
+    """Lock the gap in which a missing key would be, until notified."""
+    with connection.cursor() as cursor:
+        cursor.execute("SET SESSION TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+    with transaction.atomic():
+        assert not ResourceLock.objects.select_for_update().filter(pk=missing)
+        pipe.say("locked")
+        pipe.hear()
+    connection.close()
+
+
+@pytest.mark.engine("mysql")
+def test_a_session_that_locks_only_a_gap_is_not_the_holder(workers, until):
+    """InnoDB lists the lock of a gap under the key that follows it."""
+    earlier, keeper, later, waiter = workers(4)
+    with_sessions("gap:7")
+    earlier.start(lock_the_gap, "gap:6")
+    assert earlier.hear() == "locked"
+    keeper.start(keep, "gap:7", "lock")
+    session = keeper.hear()
+    later.start(lock_the_gap, "gap:6")
+    assert later.hear() == "locked"
+    waiter.start(jobs.wait_for, "gap:7", timeout=60)
+    assert waiter.hear() == "waiting"
+    lock = db_lock("gap:7")
+    until(lambda: lock.holder() is not None, 30)
+    assert lock.holder().holder == f"session {session}"
+    for worker in earlier, later, keeper:
+        worker.tell()
+        worker.hear()
+    waiter.hear()
 
 
 @INNODB
