@@ -6,10 +6,30 @@ from pathlib import Path
 import pytest
 
 from benchmarks import report
+from tests.scripts import run_python
 
 pytestmark = [pytest.mark.front, pytest.mark.once]
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+# A project that uses a lock on one database, and prints the lines of the modules of
+# dlocks that this has loaded.
+ONE_LOCK = """
+import sys
+from pathlib import Path
+import django
+from django.conf import settings
+from django.core.management import call_command
+file = {"ENGINE": "django.db.backends.sqlite3", "NAME": "one.sqlite3"}
+settings.configure(INSTALLED_APPS=["dlocks"], DATABASES={"default": file})
+django.setup()
+call_command("migrate", verbosity=0)
+from dlocks import db_lock
+with db_lock("stock:7"):
+    pass
+files = [module.__file__ for name, module in sys.modules.items() if name == "dlocks" or
+    name.startswith("dlocks.")]
+print(sum(len(Path(file).read_text().splitlines()) for file in files if file))
+"""
 
 
 @pytest.mark.parametrize(("readme", "language"), [("README", 0), ("README.zh-CN", 1)])
@@ -35,3 +55,13 @@ def test_the_page_on_safety_numbers_the_ten_promises():
     promised = text.partition("## What is promised\n")[2].partition("\n## ")[0]
     numbers = re.findall(r"^(\d+)\. \*\*.+?\*\*", promised, re.MULTILINE | re.DOTALL)
     assert [int(number) for number in numbers] == list(range(1, 11))
+
+
+def test_the_lines_behind_a_lock_are_those_that_the_readmes_name(tmp_path):
+    """A team lead can weigh the code. The rest is loaded only where it is used."""
+    ran = run_python("-c", ONE_LOCK, cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    for readme in ("README.md", "README.zh-CN.md"):
+        text = (ROOT / readme).read_text()
+        (said,) = re.findall(r"([\d,]+) (?:lines\b|行)", text)
+        assert abs(int(ran.stdout) - int(said.replace(",", ""))) <= 200, ran.stdout
