@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import threading
 import time
+from functools import partial
 
 import pytest
 from django.db import connection, transaction
@@ -164,16 +165,18 @@ def test_an_interrupt_inside_a_transaction_leaves_nothing(interrupt, is_free):
 
 def test_an_interrupt_of_a_wait_leaves_no_claim(interrupt, held_elsewhere, until):
     """It may come while the caller joins the queue, leaves it, or reads the holder."""
-    exclusive = db_lock("stock:7", timeout=0.3)
-    shared = db_semaphore("stock:7", 2, timeout=0.3)
+    exclusive = partial(db_lock, "stock:7")
+    shared = partial(db_semaphore, "stock:7", 2)
     cases = [
         *itertools.product([exclusive], ["enqueue", "release", "holder"], WHEN),
         *itertools.product([shared], ["enqueue", "release", "waiting"], WHEN),
     ]
+    # A caller that is late does not join the queue, so it has nothing to leave.
+    timeouts = {"enqueue": 10, "release": 2}
     with held_elsewhere():
-        for lock, *case in cases:
-            with interrupt("default", *case, KeyboardInterrupt):
-                lock.acquire()
+        for lock, name, when in cases:
+            with interrupt("default", name, when, KeyboardInterrupt):
+                lock(timeout=timeouts.get(name, 0.3)).acquire()
             leaves_no_claim(until)
 
 

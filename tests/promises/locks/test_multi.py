@@ -347,7 +347,7 @@ def test_every_key_is_signalled():
             pass
         release = lend("b")
         with pytest.raises(LockTimeout):
-            db_lock("a", "b", timeout=0.05).acquire()
+            db_lock("a", "b", timeout=1).acquire()
         release()
     finally:
         for signal in lock_acquired, lock_released:
