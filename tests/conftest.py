@@ -33,7 +33,7 @@ from tests.internals import (
 )
 from tests.processes import Worker, disconnect, stack_dumps
 from tests.settings import ENGINE
-from tests.timing import TooLateError, eventually, witness
+from tests.timing import NotYetError, TooLateError, eventually, witness
 
 
 def pytest_configure(config):
@@ -381,6 +381,10 @@ def nothing_left_behind(has_failed):
         if getattr(vars(one).get("cursor"), "__self__", None) is one:
             del one.cursor
     undo_shutdown()
+    if keeper.holds and not has_failed():
+        # A thread of dlocks that has released a key may not have forgotten its hold.
+        with contextlib.suppress(NotYetError):
+            eventually(lambda: not keeper.holds, 2)
     left = keeper.holds
     # A hold that was left is reported only once.
     keeper._holds.clear()

@@ -77,7 +77,9 @@ import time
 
 
 def test_that_never_ends():
-    pathlib.Path("files").write_text(os.environ["TMPDIR"])
+    pathlib.Path("written").write_text(os.environ["TMPDIR"])
+    # Whoever finds the file can read all of it.
+    pathlib.Path("written").rename("files")
     time.sleep(600)
 """
 
