@@ -78,7 +78,7 @@ import time
 
 def test_that_never_ends():
     pathlib.Path("written").write_text(os.environ["TMPDIR"])
-    # Whoever finds the file can read all of it.
+    # A test that finds the file can read all of it.
     pathlib.Path("written").rename("files")
     time.sleep(600)
 """
