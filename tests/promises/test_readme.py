@@ -19,16 +19,16 @@ from pathlib import Path
 import django
 from django.conf import settings
 from django.core.management import call_command
-file = {"ENGINE": "django.db.backends.sqlite3", "NAME": "one.sqlite3"}
-settings.configure(INSTALLED_APPS=["dlocks"], DATABASES={"default": file})
+database = {"ENGINE": "django.db.backends.sqlite3", "NAME": "one.sqlite3"}
+settings.configure(INSTALLED_APPS=["dlocks"], DATABASES={"default": database})
 django.setup()
 call_command("migrate", verbosity=0)
 from dlocks import db_lock
 with db_lock("stock:7"):
     pass
-files = [module.__file__ for name, module in sys.modules.items() if name == "dlocks" or
-    name.startswith("dlocks.")]
-print(sum(len(Path(file).read_text().splitlines()) for file in files if file))
+loaded = [sys.modules[name] for name in sys.modules if f"{name}.".startswith("dlocks.")]
+files = [Path(module.__file__) for module in loaded if module.__file__]
+print(sum(len(file.read_text().splitlines()) for file in files))
 """
 
 
