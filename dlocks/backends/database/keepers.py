@@ -50,9 +50,9 @@ WRITERS = (
     " theirs.virtualtransaction = own.virtualtransaction AND theirs.relation ="
     " %(table)s::regclass AND theirs.mode IN ('RowShareLock', 'RowExclusiveLock'))"
 )
-# The keys on MySQL whose rows are locked, as literals. A lock of another mode covers the
-# gap before a row, and not the row. The time at which a transaction began is in the time
-# zone of the server.
+# The keys on MySQL whose rows are locked, as literals. A lock of another mode covers
+# the gap before a row, and not the row. The time at which a transaction began is in the
+# time zone of the server.
 LOCKERS = (
     "SELECT lock_data, engine_transaction_id, processlist_id, (SELECT attr_value FROM"
     " performance_schema.session_connect_attrs AS named WHERE named.processlist_id ="
