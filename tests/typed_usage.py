@@ -31,6 +31,7 @@ from dlocks import (
     run_once,
 )
 from dlocks.decorators import LockDecorator
+from tests.models import Article, Machine
 
 
 @db_lock("report:{region}")
@@ -183,6 +184,20 @@ def check_tries() -> None:
         assert_type(error.key, str)
     except TypeError:
         db_lock("a").release()
+
+
+def check_models() -> None:
+    article = assert_type(Article.objects.create(title="Draft"), Article)
+    assert_type(
+        Article.objects.filter(pk=article.pk).only("title").first(), Article | None
+    )
+    assert_type(Article.objects.filter(pk=article.pk).update(title="Final"), int)
+    assert_type(Article.objects.bulk_update([], ["title"]), int)
+    with db_lock("press") as hold:
+        machine = assert_type(Machine.objects.fenced(hold).create(state="on"), Machine)
+        assert_type(Machine.objects.claim(machine.pk, hold), Machine)
+        fenced = Machine.objects.fenced(hold).filter(state="on")
+        assert_type(fenced.update(steps=1), int)
 
 
 def check_callers() -> None:

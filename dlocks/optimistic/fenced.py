@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 from asgiref.sync import sync_to_async
 from django.core import checks
@@ -25,9 +25,22 @@ from dlocks.optimistic.fenced_queryset import (
     write_token,
 )
 from dlocks.optimistic.versioned import VersionedModel
+from dlocks.optimistic.versioned_queryset import M
+
+if TYPE_CHECKING:
+
+    class _Manager(models.Manager[M]):
+        """The types of what it has from the queryset, beside Django's own methods."""
+
+        def claim(self, pk: Any, hold: HasToken | int) -> M: ...
+        async def aclaim(self, pk: Any, hold: HasToken | int) -> M: ...
+        def fenced(self, hold: HasToken | int) -> FencedQuerySet[M]: ...
+
+else:
+    _Manager = models.Manager.from_queryset(FencedQuerySet)
 
 
-class FencedManager(models.Manager.from_queryset(FencedQuerySet)):  # type: ignore[misc]
+class FencedManager(_Manager[M]):
     """The manager of a FencedModel.
 
     Derive your manager from it, or create it with ``from_queryset()`` of a
@@ -60,7 +73,7 @@ class FencedModel(CheckedModel):
 
     fence = TokenField(_("fence"), default=0, editable=False)
 
-    objects = FencedManager()
+    objects: ClassVar[FencedManager[Self]] = FencedManager()
     _stale = StaleToken
 
     class Meta:

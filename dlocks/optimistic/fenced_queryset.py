@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any, Protocol, Self, cast
 
 from asgiref.sync import sync_to_async
 from django.db import NotSupportedError, models, transaction
 
 from dlocks.exceptions import StaleToken
 from dlocks.optimistic.checked import current_rows
+from dlocks.optimistic.versioned_queryset import M
 
 
 class HasToken(Protocol):
@@ -39,12 +40,12 @@ def write_token(model: Any, using: str, keys: Iterable[Any], token: int) -> int:
     return written
 
 
-class FencedQuerySet(models.QuerySet[Any]):
+class FencedQuerySet(models.QuerySet[M]):
     """A queryset that writes only with a token, which ``fenced(hold)`` sets."""
 
     _token: int | None = None
 
-    def claim(self, pk: Any, hold: HasToken | int) -> Any:
+    def claim(self, pk: Any, hold: HasToken | int) -> M:
         """Write the hold's token into the row, and read the row afterwards.
 
         From then on no older token can write the row. The returned instance has the
@@ -66,14 +67,14 @@ class FencedQuerySet(models.QuerySet[Any]):
         if not claimed:
             raise StaleToken(self.model, pk, token, instance.fence)
         instance._state.token = token
-        return instance
+        return cast("M", instance)
 
-    async def aclaim(self, pk: Any, hold: HasToken | int) -> Any:
+    async def aclaim(self, pk: Any, hold: HasToken | int) -> M:
         return await sync_to_async(self.claim)(pk, hold)
 
-    def fenced(self, hold: HasToken | int) -> Any:
+    def fenced(self, hold: HasToken | int) -> Self:
         """Return this queryset with a token for ``update()`` and ``create()``."""
-        clone: Any = self._chain()  # type: ignore[attr-defined]
+        clone: Self = self._chain()  # type: ignore[attr-defined]
         clone._token = token_of(hold)
         return clone
 
@@ -115,18 +116,18 @@ class FencedQuerySet(models.QuerySet[Any]):
         self._result_cache = None
         return updated
 
-    def create(self, **kwargs: Any) -> Any:
+    def create(self, **kwargs: Any) -> M:
         """Insert a row, with the token if there is one.
 
         The ``save()`` and ``delete()`` of the instance use the token.
         """
         if self._token is None:
             return super().create(**kwargs)
-        instance = self.model(**kwargs)
+        instance: Any = self.model(**kwargs)
         self._for_write = True
         instance._state.token = self._token
         instance.save(force_insert=True, using=self.db)
-        return instance
+        return cast("M", instance)
 
     def delete(self) -> tuple[int, dict[str, int]]:
         """Raise NotSupportedError. Claim each row, and then ``delete()`` it."""
@@ -144,7 +145,7 @@ class FencedQuerySet(models.QuerySet[Any]):
         update_conflicts: bool = False,
         *args: Any,
         **kwargs: Any,
-    ) -> list[Any]:
+    ) -> list[M]:
         """Insert the instances without a token.
 
         Raise NotSupportedError with a token, or for ``update_conflicts``, since such an
@@ -174,7 +175,7 @@ class FencedQuerySet(models.QuerySet[Any]):
         keys = self.order_by().values_list(self._key_name(), flat=True)
         return list(dict.fromkeys(keys))
 
-    def _clone(self) -> Any:
-        clone = super()._clone()  # type: ignore[misc]
+    def _clone(self) -> Self:
+        clone: Self = super()._clone()  # type: ignore[misc]
         clone._token = self._token
         return clone

@@ -6,7 +6,7 @@ The comparison is part of the statement that writes.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from asgiref.sync import sync_to_async
 from django.core import checks
@@ -32,10 +32,10 @@ class VersionedModel(CheckedModel):
 
     version = VersionField(_("version"))
 
-    objects = VersionedManager()
+    objects: ClassVar[VersionedManager[Self]] = VersionedManager()
     _stale = StaleVersion
     # Django's internal updates, such as on_delete=SET_NULL, replace the version too.
-    _versioned = VersionedManager()
+    _versioned: ClassVar[VersionedManager[Self]] = VersionedManager()
 
     class Meta:
         abstract = True
@@ -139,7 +139,7 @@ class VersionedModel(CheckedModel):
 def _count_before(
     field: Any, *, instance: models.Model, using: str, **kwargs: Any
 ) -> None:
-    rows = VersionedQuerySet(field.model, using=using)
+    rows: Any = VersionedQuerySet(field.model, using=using)
     rows.filter(**{field.name: instance})._count()
 
 

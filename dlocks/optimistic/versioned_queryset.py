@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from django.core.exceptions import FieldDoesNotExist
 from django.db import connections, models, transaction
@@ -20,8 +20,10 @@ from dlocks.optimistic.version_field import (
     version_field,
 )
 
+M = TypeVar("M", bound=models.Model, covariant=True)
 
-class VersionedQuerySet(models.QuerySet[Any]):
+
+class VersionedQuerySet(models.QuerySet[M]):
     """A queryset whose writes invalidate the versions that were read before."""
 
     # The new version of rows that bulk_update() has compared.
@@ -139,7 +141,7 @@ class VersionedQuerySet(models.QuerySet[Any]):
         update_conflicts: bool = False,
         *args: Any,
         **kwargs: Any,
-    ) -> list[Any]:
+    ) -> list[M]:
         """Insert the instances.
 
         Raise ValueError for ``update_conflicts``, since such an update could not
@@ -156,7 +158,7 @@ class VersionedQuerySet(models.QuerySet[Any]):
         note_inserted(objs, self.db)
         return objs
 
-    def only(self, *fields: Any) -> Any:
+    def only(self, *fields: Any) -> Self:
         """Load only these fields, and the versions that a save requires."""
         if fields and None not in fields:
             versions = dict.fromkeys(
@@ -165,8 +167,8 @@ class VersionedQuerySet(models.QuerySet[Any]):
             fields = (*fields, *versions)
         return super().only(*fields)
 
-    def _clone(self) -> Any:
-        clone = super()._clone()  # type: ignore[misc]
+    def _clone(self) -> Self:
+        clone: Self = super()._clone()  # type: ignore[misc]
         clone._version = self._version
         return clone
 
@@ -211,7 +213,14 @@ def replace_versions(
     return written
 
 
-class VersionedManager(models.Manager.from_queryset(VersionedQuerySet)):  # type: ignore[misc]
+if TYPE_CHECKING:
+    # Its other methods, which it has from the queryset, have the types of Django's own.
+    _Manager = models.Manager
+else:
+    _Manager = models.Manager.from_queryset(VersionedQuerySet)
+
+
+class VersionedManager(_Manager[M]):
     """The manager of a VersionedModel.
 
     Derive your manager from it, or create it with ``from_queryset()`` of a

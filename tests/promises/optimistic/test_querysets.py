@@ -7,6 +7,7 @@ from django.db import OperationalError, transaction
 from django.db.models import F
 
 from dlocks.optimistic.retry import is_conflict
+from tests import typed_usage
 from tests.models import Article, Comment, Counter, Footnote, Page, Report
 from tests.promises.optimistic.kinds import (
     COMMITS,
@@ -341,3 +342,9 @@ def test_an_update_counts_the_version_of_a_faster_clock(article):
     Article.objects.update(title="second")
     assert stored(Article) > before.version
     is_stale(before.save)
+
+
+@pytest.mark.usefixtures("memory_locks")
+def test_querysets_and_managers_have_the_types_of_their_models():
+    """``make lint`` compares the types with these calls, which work too."""
+    typed_usage.check_models()
