@@ -61,6 +61,8 @@ NAMES = {
     "Keeper": "dlocks.runtime.keeper:Keeper",
     "Holding": "dlocks.core.holding:Holding",
     "together": "dlocks.core.together",
+    "acquire": "dlocks.core.acquire",
+    "leader": "dlocks.election.leader",
     "Acquisition": "dlocks.core.acquire:Acquisition",
     "Attempt": "dlocks.core.attempt:Attempt",
     "ThreadWakeup": "dlocks.core.drive:ThreadWakeup",

@@ -7,12 +7,14 @@ calls the functions and waits.
 
 from __future__ import annotations
 
+import os
 import sys
 import tracemalloc
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from dlocks.backends.base import HANDOVER_LEASE
@@ -22,6 +24,7 @@ from dlocks.core.attempt import DONE, Attempt, Wakeup, ask_for
 from dlocks.core.callers import Acquired, Block, Caller, FrameId
 from dlocks.core.hold import Hold, MultiHold
 from dlocks.core.holding import Holding
+from dlocks.core.life import Entry
 from dlocks.core.losses import LossOfMember
 from dlocks.core.policy import FROM_SETTINGS, FromSettings, LockPolicy
 from dlocks.exceptions import LockShutDown
@@ -90,6 +93,7 @@ class Acquisition:
         if len(self._locks) > 1:
             self.attempts = self._new_attempts()
         self._has_begun = False
+        self._pid = os.getpid()
         self.answer: Any = None
         self.result: Hold | None = None
         # The block that has begun, to be undone if the caller does not enter it.
@@ -159,14 +163,21 @@ class Acquisition:
                 pause = attempt.step()
                 if pause is not DONE:
                     return pause
-        if len(self.attempts) > 1 and not all(map(_is_held, self.attempts)):
-            # A hold was lost during the wait. Acquiring it again now would violate the
-            # order of the keys.
-            self.cancel()
-            self.attempts, self._has_begun = self._new_attempts(), False
-            self.wakeup.arm()
-            return 0.0
-        self._finish()
+        entries = tuple(map(attrgetter("entry"), self.attempts))
+        hold: Hold = entries[0].hold.face
+        if len(entries) > 1:
+            hold = MultiHold(self.lock, entries)
+            if self._on_lost is not None:
+                # Before the last look, since it reports each loss that follows.
+                self._on_lost.holds[:] = [weakref.ref(hold)]
+            if not all(map(_is_held, self.attempts)):
+                # A hold was lost during the wait. Acquiring it again now would violate
+                # the order of the keys.
+                self.cancel()
+                self.attempts, self._has_begun = self._new_attempts(), False
+                self.wakeup.arm()
+                return 0.0
+        self._finish(hold, entries)
         return DONE
 
     def _request_together(self) -> None:
@@ -195,14 +206,8 @@ class Acquisition:
             rest = [one for one in self.attempts if not one.is_granted]
             raise explain.late_error(rest)
 
-    def _finish(self) -> None:
-        """Make the hold of the caller, and note what leaves it."""
-        entries = tuple([attempt.entry for attempt in self.attempts])
-        hold: Hold = entries[0].hold.face
-        if len(entries) > 1:
-            hold = MultiHold(self.lock, entries)
-            if self._on_lost is not None:
-                self._on_lost.holds.append(weakref.ref(hold))
+    def _finish(self, hold: Hold, entries: tuple[Entry, ...]) -> None:
+        """Give the hold to the caller, and note what leaves it."""
         for attempt in self.attempts:
             if attempt.has_entered:
                 attempt.receive()
@@ -218,6 +223,9 @@ class Acquisition:
 
     def cancel(self) -> None:
         """Leave and cancel everything, and leave no key acquired or queued."""
+        if os.getpid() != self._pid:
+            # A receiver or a signal handler has forked. The claims are the parent's.
+            return
         self.result = None
         if self.opened is not None:
             self.lock._blocks.remove(self.opened)

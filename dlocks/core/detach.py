@@ -12,7 +12,7 @@ from django.core import signing
 from dlocks.core.callers import acts_for
 from dlocks.core.explain import lost_error
 from dlocks.core.holding import Holding
-from dlocks.core.life import Phase, Reason
+from dlocks.core.life import Effect, Entry
 from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
 from dlocks.runtime.clock import FOREVER
@@ -45,14 +45,15 @@ def detach(hold: Holding, *, within: Duration | None = None) -> str:
         if why is not None and refusal(claim) is None:
             raise ValueError(f"{hold.lock.key!r} cannot be detached. {why}")
     _refuse(hold)
-    left = None
+    offered: list[Entry] = []
     try:
-        left = _transfer(hold, hold.lease.claim.ttl if within is None else within)
+        ttl = hold.lease.claim.ttl if within is None else within
+        left = _transfer(hold, ttl, offered)
         return signing.dumps(_data_of(hold, *left), salt=SALT)
     except BaseException:
-        if left is not None:
-            # Interrupted, so no process will ever receive the text.
-            release_detached(hold)
+        if offered:
+            # Perhaps interrupted, so that no process will ever receive the text.
+            take_back(hold)
         raise
 
 
@@ -79,10 +80,17 @@ def _data_of(hold: Holding, min_hold: float, max_hold: float) -> dict[str, Any]:
     }
 
 
-def release_detached(hold: Holding) -> None:
-    """Release the key of a detached hold, whose text no process will receive."""
-    if hold.life.state.reason is Reason.DETACHED:
-        hold.release_again()
+def take_back(hold: Holding) -> None:
+    """End a hold whose text no process will receive, and release its key.
+
+    It is lost to a block of its caller, which may go on.
+    """
+    effect = hold.life.recall("its handover to another process was interrupted")
+    if effect & Effect.REPORT:
+        hold.forget_entries()
+        hold.perform(effect)
+    elif effect:
+        hold.perform_quietly(effect)
 
 
 def _refuse(hold: Holding) -> None:
@@ -104,7 +112,7 @@ def _refuse(hold: Holding) -> None:
         raise RuntimeError(f"{key!r} cannot be handed over here. {why}")
 
 
-def _transfer(hold: Holding, ttl: float) -> tuple[float, float]:
+def _transfer(hold: Holding, ttl: float, offered: list[Entry]) -> tuple[float, float]:
     """End the hold here, without releasing the key.
 
     The lease lasts for ``ttl`` more seconds. Return the seconds left of ``min_hold``
@@ -112,30 +120,13 @@ def _transfer(hold: Holding, ttl: float) -> tuple[float, float]:
     """
     # An entry that is added meanwhile has another caller, so it refuses the offer.
     mine = [one.caller for one in hold.life.state.entries if acts_for(one.caller)]
-    has_offered = False
-    try:
-        if not hold.held:
-            raise hold.end_as_expired()
-        has_offered = hold.life.offer(mine)
-        if not has_offered:
-            raise _why_not_offered(hold)
-        left = hold.min_hold_left, hold.lease.last_at - clock.now()
-        _pass_on(hold, dataclasses.replace(hold.claim, ttl=min(ttl, left[1])))
-    except BaseException:
-        if has_offered and _may_be_passed_on(hold):
-            # Interrupted, perhaps by a RuntimeError of a signal handler, so no process
-            # will ever receive the text.
-            hold.life.detach()
-            hold.unwatch()
-            hold.release_again()
-        raise
+    if not hold.held:
+        raise hold.end_as_expired()
+    if not hold.life.offer(mine, offered):
+        raise _why_not_offered(hold)
+    left = hold.min_hold_left, hold.lease.last_at - clock.now()
+    _pass_on(hold, dataclasses.replace(hold.claim, ttl=min(ttl, left[1])))
     return left
-
-
-def _may_be_passed_on(hold: Holding) -> bool:
-    """Return whether a text of the hold may be valid."""
-    state = hold.life.state
-    return state.phase is Phase.DETACHING or state.reason is Reason.DETACHED
 
 
 def _why_not_offered(hold: Holding) -> Exception:
@@ -168,7 +159,7 @@ def _pass_on(hold: Holding, claim: Claim) -> None:
         stands = keeper.run(partial(_extend_lease, hold, claim), hold.backend)
     except LockBackendError:
         # The backend may have changed the lease all the same.
-        hold.lease.deadline = min(hold.lease.deadline, sent + claim.ttl)
+        hold.lease.shorten(sent + claim.ttl)
         hold.lease.renew_at = sent
         hold.perform_quietly(hold.life.withdraw())
         if not hold.is_over:

@@ -8,18 +8,14 @@ earns promise 7 of docs/safety.md.
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Callable, Iterator
-from functools import partial
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from typing import Any
 
 from dlocks.core.acquire import Acquisition
 from dlocks.core.attempt import DONE
 from dlocks.runtime import clock
-from dlocks.runtime.coroutines import run_in_sync_thread, waiting_for_a_lock
+from dlocks.runtime.coroutines import Undoable, waiting_for_a_lock
 from dlocks.runtime.threads import Flag
-
-T = TypeVar("T")
 
 
 def drive(acquisition: Acquisition) -> Any:
@@ -48,7 +44,7 @@ def drive(acquisition: Acquisition) -> Any:
 
 async def adrive(acquisition: Acquisition) -> Any:
     """Run an acquisition in an event loop. Each request is made in Django's thread."""
-    requests = _Requests(acquisition)
+    requests = Undoable(acquisition.cancel, acquisition.cancel_later)
     try:
         return await _adrive(acquisition, requests)
     except GeneratorExit:
@@ -58,14 +54,16 @@ async def adrive(acquisition: Acquisition) -> Any:
         raise
 
 
-async def _adrive(acquisition: Acquisition, requests: _Requests) -> Any:
+async def _adrive(acquisition: Acquisition, requests: Undoable) -> Any:
     steps: Iterator[Any] = acquisition.steps()
     try:
         while True:
             request: Any = next(steps, DONE)
             if request is DONE:
                 return acquisition.result
-            acquisition.answer = await requests.make(request)
+            acquisition.answer = await requests.make(
+                request, in_transaction_only=acquisition.has_transaction_scope
+            )
             pause: Any = next(steps, DONE)
             if pause is DONE:
                 return acquisition.result
@@ -74,47 +72,10 @@ async def _adrive(acquisition: Acquisition, requests: _Requests) -> Any:
     except GeneratorExit:
         raise
     except BaseException:
-        await requests.make(acquisition.cancel)
-        raise
-
-
-class _Requests:
-    """The requests of a coroutine, which may be closed while one is made."""
-
-    def __init__(self, acquisition: Acquisition) -> None:
-        self._acquisition = acquisition
-        # A finalizer may close the coroutine within a section of its own thread.
-        self._mutex = threading.RLock()
-        self._is_made = self._is_closed = False
-
-    async def make(self, request: Callable[[], T]) -> T | None:
-        """Make a request in Django's thread, and return the answer."""
-        return await run_in_sync_thread(
-            partial(self._make, request),
-            in_transaction_only=self._acquisition.has_transaction_scope,
+        await requests.make(
+            acquisition.cancel, in_transaction_only=acquisition.has_transaction_scope
         )
-
-    def _make(self, request: Callable[[], T]) -> T | None:
-        """Make a request, and cancel the acquisition if the coroutine was closed."""
-        with self._mutex:
-            self._is_made = True
-            is_closed = self._is_closed
-        try:
-            return None if is_closed else request()
-        finally:
-            with self._mutex:
-                self._is_made = False
-                is_closed = self._is_closed
-            if is_closed:
-                self._acquisition.cancel()
-
-    def close(self) -> None:
-        """Cancel the acquisition after the request, or in the background."""
-        with self._mutex:
-            self._is_closed = True
-            is_made = self._is_made
-        if not is_made:
-            self._acquisition.cancel_later()
+        raise
 
 
 class ThreadWakeup:

@@ -15,7 +15,7 @@ from django.db import transaction
 from django.db.utils import DatabaseError
 
 from dlocks.core.confirm import check
-from dlocks.exceptions import LockBackendError, LockError
+from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
 from dlocks.runtime.connected import connection_of
 from dlocks.runtime.keeper import keeper
@@ -136,7 +136,7 @@ def _pin_first(
         raise hold.lost_error()
     try:
         _pin(hold, database, late=late)
-    except LockError:
+    except BaseException:
         hold.life.unpin(pin)
         raise
     return here

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,7 +18,8 @@ from dlocks.core.hold import Hold
 from dlocks.core.lock import Lock
 from dlocks.exceptions import LockError, LockLost
 from dlocks.runtime import clock
-from dlocks.runtime.coroutines import run_in_sync_thread
+from dlocks.runtime.coroutines import make_undoable
+from dlocks.runtime.keeper import keeper
 from dlocks.runtime.requests import refuse_nested
 
 
@@ -40,19 +40,22 @@ def resume_hold(text: str, *, on_lost: Callable[[Hold], object] | None = None) -
 async def aresume_hold(
     text: str, *, on_lost: Callable[[Hold], object] | None = None
 ) -> Hold:
-    caller, resumed = current_caller(), []
+    caller, resumed = current_caller(), list[Hold]()
 
     def resume() -> Hold:
         resumed.append(_resume(text, on_lost, caller))
         return resumed[0]
 
-    try:
-        return await run_in_sync_thread(resume)
-    except asyncio.CancelledError:
+    def release() -> None:
         for hold in resumed:
-            with suppress(LockError):
-                await hold.arelease(failed=True)
-        raise
+            with suppress(LockError, RuntimeError):
+                hold.release(failed=True)
+
+    def release_later() -> None:
+        for hold in resumed:
+            keeper.post(release, hold.backend)
+
+    return await make_undoable(resume, release, release_later)
 
 
 def _resume(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import sys
+from asyncio import _get_running_loop
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, Self, TypeVar, cast
 from dlocks.backends.base import Backend
 from dlocks.core import callers, confirm
 from dlocks.core.callers import Block, Blocks, Caller, current_caller, frame_id_of
-from dlocks.core.detach import detach, release_detached
+from dlocks.core.detach import detach, take_back
 from dlocks.core.explain import block_error
 from dlocks.core.guard import guarded
 from dlocks.core.holding import Holding
@@ -23,8 +23,12 @@ from dlocks.core.policy import LockPolicy
 from dlocks.core.together import leave_together
 from dlocks.exceptions import LockError
 from dlocks.runtime import clock
-from dlocks.runtime.coroutines import refuse_in_a_coroutine, run_in_sync_thread
-from dlocks.runtime.keeper import OUTSIDE_TIMEOUT
+from dlocks.runtime.coroutines import (
+    make_undoable,
+    refuse_in_a_coroutine,
+    run_in_sync_thread,
+)
+from dlocks.runtime.keeper import OUTSIDE_TIMEOUT, keeper
 from dlocks.values import Claim, Duration
 
 P = ParamSpec("P")
@@ -223,12 +227,12 @@ class Hold:
         await self._there(partial(self.renew, ttl=ttl, max_hold=max_hold))
 
     async def adetach(self, *, within: Duration | None = None) -> str:
-        try:
-            return await self._there(partial(self.detach, within=within))
-        except asyncio.CancelledError:
-            # No process will ever receive the text.
-            await self._there(partial(release_detached, self._parts[0]))
-            raise
+        # If it is cancelled, no process will ever receive the text.
+        undo = partial(take_back, self._parts[0])
+        undo_later = partial(keeper.post, undo, self.backend)
+        return await make_undoable(
+            partial(self.detach, within=within), undo, undo_later
+        )
 
     async def arelease(self, *, failed: bool = False) -> None:
         # The task is the caller, and not the thread in which this is done.
@@ -262,7 +266,7 @@ class Hold:
         self, kind: object, error: BaseException | None, traceback: object
     ) -> None:
         block = self._blocks.to_end(sys._getframe().f_back, self.key)
-        await self._there(partial(leave_block, self._blocks, block, error))
+        await aleave_block(self._blocks, block, error)
 
     # Internal methods.
 
@@ -354,6 +358,18 @@ def leave_block(
         error.add_note(f"{type(trouble).__name__}: {trouble}")
     finally:
         blocks.remove(block)
+
+
+async def aleave_block(
+    blocks: Blocks, block: Block, error: BaseException | None
+) -> None:
+    """Leave the entries of a block of a coroutine."""
+    leave, hold = partial(leave_block, blocks, block, error), block.hold
+    if isinstance(error, GeneratorExit) and _get_running_loop() is None:
+        # The coroutine is closed outside of its loop. Nothing can be awaited.
+        keeper.post(leave, hold.backend)
+        return
+    await run_in_sync_thread(leave, in_transaction_only=hold.scope == "transaction")
 
 
 def leave_entries(entries: Sequence[Entry], *, failed: bool, block: bool) -> None:

@@ -86,11 +86,8 @@ class Holding:
             self.point = TransactionMarker.here(self.connection)
             self.point.keys[backend.identity, claim.key] = None
             # A TestCase never commits, and its users count the on_commit() callbacks.
-            self.whole = (
-                self.point
-                if in_testcase(self.connection)
-                else TransactionMarker.whole(self.connection)
-            )
+            whole = self.point if in_testcase(self.connection) else None
+            self.whole = whole or TransactionMarker.whole(self.connection)
 
     # What is known without a request.
 
@@ -105,7 +102,7 @@ class Holding:
     def is_lost(self) -> bool:
         """Return whether the hold was taken from the callers of its entries."""
         state = self.life.state
-        ends = Reason.LOST, Reason.ORPHANED, Reason.EXIT
+        ends = Reason.LOST, Reason.ORPHANED, Reason.EXIT, Reason.RECALLED
         return bool(state.entries) and state.reason in ends
 
     @property
@@ -144,9 +141,9 @@ class Holding:
 
         A hold may still be renewed after its lease has expired.
         """
-        return self.held or (
-            not self.is_over and (self.life.is_pinned or self.may_be_late)
-        )
+        if self.held:
+            return True
+        return not self.is_over and (self.life.is_pinned or self.may_be_late)
 
     @property
     def is_enterable(self) -> bool:
@@ -209,6 +206,9 @@ class Holding:
         A lease is handled outside of the caller's transaction and pool.
         """
         backend = self.backend
+        if self._pid != os.getpid():
+            # The key is the parent's, whatever ends this copy.
+            raise self.lost_error()
         if self.scope == "transaction":
             self.refuse_other_thread()
         # Within hold.atomic() only the caller's transaction can write the row.
@@ -342,7 +342,7 @@ class Holding:
                 self._end_with_transaction(event)
                 return
             if not self.may_be_held:
-                self._expire_at_leave()
+                self.end_as_expired()
             within = transactions_of(self)
             if self.has_min_hold:
                 self._record_min_hold()
@@ -364,11 +364,6 @@ class Holding:
     def _record_min_hold(self) -> None:
         for entry in self.life.state.entries:
             self._min_hold_until = max(self._min_hold_until, entry.min_hold_until)
-
-    def _expire_at_leave(self) -> None:
-        if self.is_forked:
-            raise self.lost_error()
-        self.end_as_expired()
 
     def _verify_before_leave(self, leave: Leave) -> None:
         """Find a loss before an entry is left, after which the key stays taken."""
@@ -530,7 +525,9 @@ class Holding:
 
     def send_ended(self, how: Any) -> None:
         face, self.face = self.face, None
-        if face is not None:
+        if face is not None and keeper.is_current:
+            losses.apart(partial(send_ended, face, how), face.key)
+        elif face is not None:
             send_ended(face, how)
 
     # The end of transactions.
@@ -565,8 +562,11 @@ class Holding:
 
     def _perform_loss(self, effect: Effect) -> None:
         if effect & Effect.RELEASE:
-            # It was left in a transaction.
-            self.release_again()
+            # It was left in a transaction. The thread that keeps the time sends none.
+            if keeper.is_current:
+                keeper.post(self.release_again, self.backend)
+            else:
+                self.release_again()
         if effect & Effect.REPORT:
             self.report_loss()
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
+from collections.abc import Callable
 
 from dlocks.backends.base import Backend
 from dlocks.core.policy import FromSettings, LockPolicy
 from dlocks.runtime import clock
 from dlocks.runtime.clock import FOREVER
 from dlocks.runtime.keeper import keeper
+from dlocks.runtime.process import in_child
 from dlocks.values import Claim, Grant
 
 # Seconds after which a short lease from the queue is first renewed.
@@ -23,13 +26,25 @@ NOT_LOST_FOR = 1.0
 # The ttls after which a hold that was not released is reported, without ``slow_hold``.
 SLOW_TTLS = 10
 
+_mutex = threading.RLock()
+
+
+def _reset() -> None:
+    global _mutex
+    # A thread of the parent may have held it.
+    _mutex = threading.RLock()
+
+
+in_child(_reset)
+
 
 class Lease:
     """The times of a hold by the clock of this process.
 
-    A hold in a transaction has no deadline, and ends with the transaction. Each method
-    writes what a reply says. Two replies that come together are both right, so no mutex
-    is needed. The ``claim`` has the ttl of the next renewal.
+    A hold in a transaction has no deadline, and ends with the transaction. The
+    ``claim`` has the ttl of the next renewal. A mutex guards the deadlines of all
+    leases, because a reply to an earlier request must not outlive a shorter ttl. So it
+    earns promise 2 of docs/safety.md. It is a leaf, and reentrant as that of ``Life``.
     """
 
     # When the backend last answered a renewal.
@@ -106,30 +121,55 @@ class Lease:
         ``max_hold`` counts from now. A shorter lease counts at once. It is certain in
         any case, even if the reply to its request is lost.
         """
-        self.changed_at = now = clock.now()
         if max_hold is not None:
             self.max_hold, self.limited_from = max_hold, " from a renewal"
-            self.last_at = now + max_hold
+            self.last_at = clock.now() + max_hold
         self._ttl = ttl = self._ttl if ttl is None else ttl
         self.claim = dataclasses.replace(self.claim, ttl=ttl)
-        self.deadline = min(self.deadline, now + ttl, self.last_at)
+        # After the claim. Whoever still has the earlier one has looked at the clock
+        # before.
+        self.changed_at = now = clock.now()
+        self.shorten(min(now + ttl, self.last_at))
         if 0.0 < self.renewed_until < FOREVER:
             self.renewed_until = now + ttl
         self.put_off_renewal("")
         # The keeper would sleep for a third of the earlier ttl.
         keeper.check_soon()
 
+    def shorten(self, until: float) -> None:
+        """Let the lease be certain until this time at most."""
+        self._set_deadline(lambda deadline: min(deadline, until))
+
+    def _set_deadline(self, rule: Callable[[float], float]) -> None:
+        """Replace the deadline by what a rule makes of it.
+
+        See ``Life``: if a signal handler of this thread has changed it meanwhile, the
+        rule decides again.
+        """
+        with _mutex:
+            while True:
+                before = self.deadline, self.changed_at
+                new = rule(before[0])
+                if self.deadline is before[0] and self.changed_at is before[1]:
+                    self.deadline = new
+                    return
+
     def record_answer(self, sent: float, seconds: float) -> None:
         """Record a renewal that lasts for ``seconds`` from ``sent``."""
         self.answered_at = clock.now()
+
+        def rule(deadline: float) -> float:
+            if sent < self.changed_at:
+                # Sent with another ttl, and perhaps carried out after a request with
+                # the present one.
+                return min(deadline, sent + seconds)
+            return max(deadline, min(sent + seconds, self.last_at))
+
+        self._set_deadline(rule)
         if sent < self.changed_at:
-            # Sent with another ttl, and perhaps carried out after a request with the
-            # present one.
-            self.deadline = min(self.deadline, sent + seconds)
             self.renew_at = self.answered_at
             keeper.check_soon()
             return
-        self.deadline = max(self.deadline, min(sent + seconds, self.last_at))
         step = min(self.claim.ttl / 3, self._renew_every)
         if seconds >= step:
             self.renew_at, self.failure = sent + step, ""

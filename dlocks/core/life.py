@@ -41,6 +41,8 @@ class Reason(enum.Enum):
     ORPHANED = "orphaned"
     # The process has ended, or ``shutdown()`` was called.
     EXIT = "exit"
+    # Its handover was interrupted, and no process will receive the text.
+    RECALLED = "recalled"
 
 
 class Effect(enum.Flag):
@@ -164,15 +166,12 @@ class Life:
     def receive(self, entry: Entry) -> None:
         """Let the caller of an entry have the hold, which was verified."""
 
-        if entry not in self.state.arriving:
-            return
-
         def rule(old: State) -> tuple[State, Effect]:
-            return old._replace(
-                arriving=_without(old.arriving, (entry,))
-            ), Effect.NOTHING
+            arriving = _without(old.arriving, (entry,))
+            return old._replace(arriving=arriving), Effect.NOTHING
 
-        self._apply(rule)
+        if entry in self.state.arriving:
+            self._apply(rule)
 
     def begin_block(
         self,
@@ -207,10 +206,8 @@ class Life:
                 entry, new = new_entry, old
                 if behind := _of_callers(free, ended)[-1:]:
                     new = old._replace(entries=_without(old.entries, behind))
-                    entry.lock, entry.min_hold_until = (
-                        behind[0].lock,
-                        behind[0].min_hold_until,
-                    )
+                    entry.lock = behind[0].lock
+                    entry.min_hold_until = behind[0].min_hold_until
                 new = new._replace(entries=(*new.entries, entry))
             chosen[:] = [entry]
             return new._replace(blocks=(*new.blocks, entry)), Effect.NOTHING
@@ -319,19 +316,19 @@ class Life:
         The end of each transaction calls it, and so does the timer, since a rollback
         calls nothing.
         """
-        return self._apply(
-            lambda old: (
-                _settled(old) if old.phase is Phase.LEFT else (old, Effect.NOTHING)
-            )
-        )
+
+        def rule(old: State) -> tuple[State, Effect]:
+            return _settled(old) if old.phase is Phase.LEFT else (old, Effect.NOTHING)
+
+        return self._apply(rule)
 
     def expire(self, why: str) -> Effect:
         """End a hold whose lease has run out, unless a transaction keeps the key."""
-        return self._apply(
-            lambda old: (
-                (old, Effect.NOTHING) if _standing(old.pins) else _lose(old, why)
-            )
-        )
+
+        def rule(old: State) -> tuple[State, Effect]:
+            return (old, Effect.NOTHING) if _standing(old.pins) else _lose(old, why)
+
+        return self._apply(rule)
 
     def lose(self, why: str) -> Effect:
         """End a hold because the backend has replied that the key is not held.
@@ -389,14 +386,16 @@ class Life:
 
     # To pass a hold to another process.
 
-    def offer(self, callers: Collection[object]) -> bool:
+    def offer(self, callers: Collection[object], offered: list[Entry]) -> bool:
         """Begin to pass the hold to another process, and return whether it can be.
 
         It needs one entry, and no transaction that keeps the key. If a block uses the
-        entry, it is a block of one of these callers.
+        entry, it is a block of one of these callers. The entry is also in ``offered``,
+        even if an interrupt follows.
         """
 
         def rule(old: State) -> tuple[State, Effect]:
+            offered.clear()
             if (
                 old.phase is not Phase.HELD
                 or len(old.entries) != 1
@@ -404,6 +403,7 @@ class Life:
                 or _kept(old)
             ):
                 return old, Effect.LOST
+            offered.append(old.entries[0])
             new = old._replace(phase=Phase.DETACHING, offered=old.entries[0])
             return new, Effect.NOTHING
 
@@ -433,6 +433,21 @@ class Life:
                 return old, Effect.NOTHING
             held = old._replace(phase=Phase.HELD, offered=None)
             return (held, Effect.NOTHING) if old.entries else _settled(held)
+
+        return self._apply(rule)
+
+    def recall(self, why: str) -> Effect:
+        """End a hold that is being detached, or was, because the text is lost.
+
+        A block of its entry may go on after the interrupt, and learns of the loss.
+        """
+
+        def rule(old: State) -> tuple[State, Effect]:
+            if old.phase is not Phase.DETACHING and old.reason is not Reason.DETACHED:
+                return old, Effect.NOTHING
+            if not old.entries:
+                return _end(old, Reason.RELEASED), Effect.RELEASE
+            return _end(old, Reason.RECALLED, why), Effect.RELEASE | Effect.REPORT
 
         return self._apply(rule)
 
@@ -569,8 +584,7 @@ def _without(entries: Iterable[Entry], others: Collection[Any]) -> tuple[Entry, 
 def _alone(entries: Iterable[Entry]) -> tuple[Entry, ...]:
     """Return the entries that are no members of a hold of several keys.
 
-    That hold leaves its own entries. If the hold of one key left one of them, another
-    entry would never be left.
+    That hold leaves its own entries itself.
     """
     return tuple([entry for entry in entries if not entry.is_member])
 

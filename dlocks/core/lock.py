@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from asyncio import _get_running_loop
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -18,6 +17,7 @@ from dlocks.core.drive import TaskWakeup, ThreadWakeup, adrive, drive
 from dlocks.core.hold import (
     Hold,
     MultiHold,
+    aleave_block,
     leave_block,
     leave_entries,
     leave_interrupted,
@@ -31,7 +31,7 @@ from dlocks.runtime.coroutines import (
     refuse_in_a_coroutine,
     run_in_sync_thread,
 )
-from dlocks.runtime.keeper import OUTSIDE_TIMEOUT, keeper
+from dlocks.runtime.keeper import OUTSIDE_TIMEOUT
 from dlocks.runtime.requests import refuse_nested
 from dlocks.values import LONGEST_WAIT, Duration, Holder, Waiter, seconds
 
@@ -230,12 +230,7 @@ class Lock(LockPolicy):
         self, kind: object, error: BaseException | None, traceback: object
     ) -> None:
         block = self._blocks.to_end(sys._getframe().f_back, self.key)
-        leave, hold = partial(leave_block, self._blocks, block, error), block.hold
-        if isinstance(error, GeneratorExit) and _get_running_loop() is None:
-            # The coroutine is closed outside of its loop. Nothing can be awaited.
-            keeper.post(leave, hold.backend)
-            return
-        await run_in_sync_thread(leave, in_transaction_only=hold.scope == "transaction")
+        await aleave_block(self._blocks, block, error)
 
     # Internal methods.
 

@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from django.db import connections
@@ -49,25 +50,34 @@ def report(face: Any, life: Life, error: LockLost) -> None:
     ``face`` is the hold for its callers, or None if it was reported before.
     """
     logger.warning("%s", error)
-    if face is None:
-        return
-    if not keeper.is_current:
+    if face is not None and keeper.is_current:
+        apart(partial(_send, face, life), face.key)
+    elif face is not None:
         _send(face, life)
-        return
-    # User code must not keep the keeper from the other holds.
+
+
+def apart(send: Callable[[], None], key: str) -> None:
+    """Let a thread call a function that signals the end of a hold.
+
+    It calls user code, which must not keep the keeper from the other holds.
+    """
+
+    def send_and_disconnect() -> None:
+        try:
+            send()
+        finally:
+            connections.close_all()
+
     try:
         threading.Thread(
-            target=_send_and_disconnect,
-            args=(face, life),
-            name="dlocks-lost",
-            daemon=True,
+            target=send_and_disconnect, name="dlocks-ended", daemon=True
         ).start()
     except RuntimeError:
         # A late signal is better than none.
         logger.exception(
-            "No thread could be started, so the keeper signals the loss of %r", face.key
+            "No thread could be started, so the keeper signals the end of %r", key
         )
-        _send_and_disconnect(face, life)
+        send_and_disconnect()
 
 
 def _send(face: Any, life: Life) -> None:
@@ -95,10 +105,3 @@ def _callbacks(face: Any, life: Life) -> list[tuple[OnLost, Any]]:
         if on_lost not in [other for other, _ in found]:
             found.append((on_lost, hold))
     return found
-
-
-def _send_and_disconnect(face: Any, life: Life) -> None:
-    try:
-        _send(face, life)
-    finally:
-        connections.close_all()

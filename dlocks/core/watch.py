@@ -11,7 +11,7 @@ from typing import Any
 
 from dlocks.core import callers, explain
 from dlocks.core.lease import Lease, slow_after
-from dlocks.core.life import Effect, Phase
+from dlocks.core.life import Effect, Phase, Reason
 from dlocks.runtime import clock
 from dlocks.runtime.clock import FOREVER
 from dlocks.runtime.keeper import keeper
@@ -121,17 +121,23 @@ class Watch:
         Return a function to call when all keys are released.
         """
         was_left = hold.life.state.phase is Phase.LEFT
-        effect = hold.life.exit(explain.EXITED)
-        if not effect & Effect.RELEASE:
-            return None
-        if was_left:
-            # Only open transactions kept it.
-            hold.perform_quietly(Effect.RELEASE)
-            return None
-        keeper.remove(hold)
-        # A caller may acquire the key again, in another exit handler.
-        hold.forget_entries()
-        hold.release_again(log=True)
+        try:
+            effect = hold.life.exit(explain.EXITED)
+            if not effect & Effect.RELEASE:
+                return None
+            if was_left:
+                # Only open transactions kept it.
+                hold.perform_quietly(Effect.RELEASE)
+                return None
+            keeper.remove(hold)
+            # A caller may acquire the key again, in another exit handler.
+            hold.forget_entries()
+            hold.release_again(log=True)
+        except BaseException:
+            if hold.life.state.reason is Reason.EXIT and not hold.is_released:
+                # Interrupted, and nothing else would send the release.
+                hold.release_again(log=True)
+            raise
         return (
             hold.report_loss
             if effect & Effect.REPORT

@@ -16,8 +16,8 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, Self
 
@@ -208,21 +208,17 @@ class LeaderElection:
 
         If the backend cannot be reached, retry until it can.
         """
-        self._begin(RealThreadWakeup())
-        self._campaign()
+        with self._begun(RealThreadWakeup()):
+            self._campaign()
 
     def start(self) -> None:
         """Run the election in a new thread."""
         thread = threading.Thread(
             target=self._run_in_thread, name=f"dlocks-{self.key}", daemon=True
         )
-        self._begin(RealThreadWakeup(), thread)
-        self._is_alone = True
-        try:
+        with self._begun(RealThreadWakeup(), thread):
+            self._is_alone = True
             thread.start()
-        except BaseException:
-            self._ended.set()
-            raise
 
     async def arun(self) -> None:
         """Campaign and lead until ``stop()`` is called or this task is cancelled.
@@ -230,8 +226,8 @@ class LeaderElection:
         ``on_elected`` and ``on_deposed`` may be coroutine functions. The coroutine of
         ``on_elected`` is cancelled if the lead ends first.
         """
-        self._begin(RealTaskWakeup())
-        await self._acampaign()
+        with self._begun(RealTaskWakeup()):
+            await self._acampaign()
 
     def resign(self) -> bool:
         """Let the lead end, and campaign again behind the other candidates.
@@ -305,6 +301,20 @@ class LeaderElection:
 
     # What both loops share.
 
+    @contextmanager
+    def _begun(
+        self, wakeup: Any, runner: threading.Thread | None = None
+    ) -> Iterator[None]:
+        """Begin the election, which has ended if the block ends with an error."""
+        try:
+            self._begin(wakeup, runner)
+            yield
+        except BaseException:
+            if self._wakeup is wakeup:
+                # Perhaps an interrupt came before the campaign.
+                self._ended.set()
+            raise
+
     def _begin(self, wakeup: Any, runner: threading.Thread | None = None) -> None:
         in_task = isinstance(wakeup, RealTaskWakeup)
         for function in (self.on_elected, self.on_deposed):
@@ -365,12 +375,14 @@ class LeaderElection:
         self._wake()
 
     def _release(self) -> None:
-        hold, self._hold = self._hold, None
+        hold = self._hold
         if hold is not None:
             # The loss of a lead has been reported already. If the backend cannot be
             # reached, the lease expires.
             with suppress(LockError):
                 hold.release(failed=self._failures.error is not None)
+        # Only now, since a second call completes an interrupted one.
+        self._hold = None
 
     # The loop of a thread.
 

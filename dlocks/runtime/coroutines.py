@@ -11,7 +11,8 @@ from asyncio import _get_running_loop
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, Generic, TypeVar
+from functools import partial
+from typing import Any, Generic, TypeVar, cast
 
 from asgiref.sync import AsyncToSync, SyncToAsync, sync_to_async
 from django.core.exceptions import SynchronousOnlyOperation
@@ -151,6 +152,69 @@ async def run_in_sync_thread(
         outcome.exception()
         raise cancelled
     return outcome.result()
+
+
+class Undoable:
+    """The requests of a coroutine, which may be closed while one is made.
+
+    ``undo`` undoes what they have done, and ``undo_later`` lets another thread do so.
+    """
+
+    def __init__(
+        self, undo: Callable[[], object], undo_later: Callable[[], object]
+    ) -> None:
+        self._undo, self._undo_later = undo, undo_later
+        # A finalizer may close the coroutine within a section of its own thread.
+        self._mutex = threading.RLock()
+        self._is_made = self._is_closed = False
+
+    async def make(
+        self, request: Callable[[], T], *, in_transaction_only: bool = False
+    ) -> T | None:
+        """Make a request in Django's thread, and return the answer."""
+        return await run_in_sync_thread(
+            partial(self._make, request), in_transaction_only=in_transaction_only
+        )
+
+    def _make(self, request: Callable[[], T]) -> T | None:
+        """Make a request, and undo it if the coroutine was closed."""
+        with self._mutex:
+            self._is_made = True
+            is_closed = self._is_closed
+        try:
+            return None if is_closed else request()
+        finally:
+            with self._mutex:
+                self._is_made = False
+                is_closed = self._is_closed
+            if is_closed:
+                self._undo()
+
+    def close(self) -> None:
+        """Undo everything after the request, or in the background."""
+        with self._mutex:
+            self._is_closed = True
+            is_made = self._is_made
+        if not is_made:
+            self._undo_later()
+
+
+async def make_undoable(
+    request: Callable[[], T],
+    undo: Callable[[], object],
+    undo_later: Callable[[], object],
+) -> T:
+    """Make one request, and undo it if its task is cancelled or closed."""
+    requests = Undoable(undo, undo_later)
+    try:
+        return cast("T", await requests.make(request))
+    except GeneratorExit:
+        # Nothing can be awaited.
+        requests.close()
+        raise
+    except asyncio.CancelledError:
+        await requests.make(undo)
+        raise
 
 
 class _Call(Generic[T]):

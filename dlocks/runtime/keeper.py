@@ -26,7 +26,13 @@ from dlocks.runtime.greenlets import is_alive
 from dlocks.runtime.jobs import WatchedHold, Workers
 from dlocks.runtime.pools import leave_pools, use_private_connections
 from dlocks.runtime.process import at_child_exit, in_child
-from dlocks.runtime.threads import BackgroundThread, Flag, Latch, PythonIsExitingError
+from dlocks.runtime.threads import (
+    BackgroundThread,
+    Flag,
+    Latch,
+    PythonIsExitingError,
+    here,
+)
 from dlocks.runtime.waits import waits
 from dlocks.runtime.workers import IDLE_CLOSE_AFTER, ServerWorker
 
@@ -108,9 +114,7 @@ class Keeper:
     @property
     def is_current(self) -> bool:
         """Return whether the current thread belongs to the keeper."""
-        return self._thread.is_current or any(
-            worker.is_current for worker in list(self._workers.by_server.values())
-        )
+        return getattr(here, "is_keepers", False)
 
     @property
     def holds(self) -> list[WatchedHold]:
@@ -319,6 +323,7 @@ class Keeper:
         self._wakeup.set()
 
     def _loop(self) -> None:
+        here.is_keepers = True
         this = threading.current_thread()
         try:
             self._check_deadlines(this)
@@ -439,6 +444,8 @@ class Keeper:
         ]
 
     def _forked(self) -> None:
+        # The child's only thread is none of the keeper, whichever it was in the parent.
+        here.is_keepers = False
         for hold in self.holds:
             # A thread of the parent may have held it.
             hold.life.replace_mutex()

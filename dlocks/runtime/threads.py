@@ -17,6 +17,10 @@ class PythonIsExitingError(RuntimeError):
     """
 
 
+# What each thread knows of itself.
+here = threading.local()
+
+
 class BackgroundThread:
     """A daemon thread that is started when it is needed, and may end and start again.
 

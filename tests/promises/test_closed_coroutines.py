@@ -16,10 +16,11 @@ import pytest
 from asgiref.sync import sync_to_async
 from django.utils.module_loading import import_string
 
-from dlocks import db_lock, db_rwlock, db_semaphore
+from dlocks import aresume_hold, db_lock, db_rwlock, db_semaphore
 from dlocks.testing import held_elsewhere
 from tests.for_each import for_each
 
+pytest_plugins = ["tests.promises.stops"]
 pytestmark = pytest.mark.django_db(transaction=True)
 
 
@@ -235,6 +236,77 @@ def test_a_wait_that_lost_its_loop_leaves_its_first_key(
         close(task)
     hold.release()
     until(lambda: not is_busy("b", using="memory"), 5)
+
+
+@contextlib.contextmanager
+def new_loop():
+    """Return a loop, in which a destroyed task is no news."""
+    with contextlib.closing(asyncio.new_event_loop()) as loop:
+        loop.set_exception_handler(lambda *_: None)
+        yield loop
+
+
+@pytest.mark.front
+@for_each("of_hold", [False, True])
+def test_a_block_that_is_closed_outside_of_its_loop_frees_its_key(
+    of_hold, until, is_busy
+):
+    """The loop stays open, and nothing in it runs."""
+    lock = db_lock("a", using="memory")
+
+    async def work(entered):
+        async with await lock.aacquire() if of_hold else lock:
+            entered.set()
+            await asyncio.Event().wait()
+
+    async def main():
+        entered = asyncio.Event()
+        task = asyncio.create_task(work(entered))
+        await entered.wait()
+        return task
+
+    with new_loop() as loop:
+        task = loop.run_until_complete(main())
+        assert is_busy("a", using="memory")
+        close(task)
+        until(lambda: not is_busy("a", using="memory"), 5)
+
+
+async def detach(lock, text):
+    await (await lock.aacquire()).adetach(within=60)
+
+
+async def resume(lock, text):
+    await aresume_hold(text)
+
+
+@pytest.mark.front
+@for_each("request_name", ["renew", "exchange"])
+@for_each("ending", ["closed", "closed after its loop"])
+def test_a_handover_that_is_closed_in_its_request_frees_the_key(
+    request_name, ending, stops, until, is_busy
+):
+    """Nobody receives the text, or the hold."""
+    lock, text = db_lock("a", using="memory", ttl=1), ""
+    if request_name == "exchange":
+        text = lock.acquire().detach(within=60)
+    stop = stops.at(request_name, "memory")
+    work = resume if text else detach
+
+    async def main():
+        task = asyncio.create_task(work(lock, text))
+        await asyncio.to_thread(stop.wait)
+        return task
+
+    with new_loop() as loop:
+        task = loop.run_until_complete(main())
+        if ending == "closed":
+            close(task)
+        stop.go_on()
+        if ending != "closed":
+            loop.close()
+            close(task)
+        until(lambda: not is_busy("a", using="memory"), 5)
 
 
 class SlowQueue(import_string("dlocks.backends.memory.MemoryBackend")):

@@ -15,7 +15,7 @@ import pytest
 from django.db import Error, connection, transaction
 from django.utils.module_loading import import_string
 
-from dlocks import LockBackendError, db_lock
+from dlocks import LockBackendError, db_lock, lock_acquired
 from tests.for_each import for_each
 from tests.models import Counter
 from tests.scripts import run_python
@@ -337,3 +337,28 @@ def test_a_child_loses_no_key_when_its_parent_closes_an_sqlite_database(tmp_path
     """SQLite deletes the write-ahead log at the last close that it knows of."""
     done = run_python("-c", LOG, cwd=tmp_path)
     assert done.stdout == "True True\n", done.stderr
+
+
+@pytest.mark.front
+@for_each("using", ["default", "memory"])
+def test_a_child_that_leaves_the_acquisition_of_its_parent_frees_nothing(using):
+    """A receiver forks, and an exception ends its child."""
+    parent = os.getpid()
+
+    def fork(**kwargs):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            child = os.fork()
+        if child == 0:
+            raise SystemExit
+        os.waitpid(child, 0)
+
+    lock_acquired.connect(fork)
+    try:
+        hold = db_lock("stock:7", using=using).acquire()
+    finally:
+        lock_acquired.disconnect(fork)
+        if os.getpid() != parent:
+            os._exit(0)
+    hold.check()
+    hold.release()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dis
-import inspect
 import itertools
 import sys
 import threading
@@ -17,8 +16,11 @@ from django.db import transaction
 from django.utils.module_loading import import_string
 
 import dlocks
-from dlocks import LeaderElection, db_lock
+from dlocks import LeaderElection, LockLost, db_lock, resume_hold, shutdown
+from dlocks.testing import undo_shutdown
+from tests.strikes import StruckExit
 
+pytest_plugins = ["tests.moments"]
 pytestmark = [pytest.mark.front, pytest.mark.django_db(transaction=True)]
 
 PACKAGE = Path(dlocks.__file__).parent
@@ -76,10 +78,6 @@ def lines_that_lose_handlers(code):
 # The moments at which an exception leaves a lock of Python's ``threading`` locked.
 
 
-class StrikeError(BaseException):
-    """The exception of a signal handler."""
-
-
 class Moment:
     """A moment within Python's Event or Condition, at which an exception strikes.
 
@@ -99,7 +97,7 @@ class Moment:
         self._left -= 1
         if self._left < 0 and not self.has_struck:
             self.has_struck = True
-            raise StrikeError
+            raise StruckExit
         return self._trace
 
     def begin(self):
@@ -154,7 +152,7 @@ def test_an_interrupt_at_a_commit_does_not_stop_the_renewals(
             threading.Timer(0.05, SlowMemory.released.set).start()
             moment.begin()
 
-        with contextlib.suppress(StrikeError), transaction.atomic():
+        with contextlib.suppress(StruckExit), transaction.atomic():
             transaction.on_commit(commit)
             with db_lock("slow", using="slow"):
                 pass
@@ -172,7 +170,7 @@ def test_an_interrupted_release_does_not_stop_the_service_of_waiters(
         hold = db_lock("stock:7", using="memory").acquire()
         waiter = threads(lambda: db_lock("stock:7", using="memory").acquire().release())
         until(hold.queue_length)
-        with contextlib.suppress(StrikeError):
+        with contextlib.suppress(StruckExit):
             moment.begin()
             hold.release()
         sys.settrace(None)
@@ -190,7 +188,7 @@ def test_an_interrupted_election_lets_no_thread_wait_for_its_end(each_moment, th
             moment.begin()
 
         election.on_elected = elected
-        with contextlib.suppress(StrikeError):
+        with contextlib.suppress(StruckExit):
             election.run()
         sys.settrace(None)
         for thread in stopped:
@@ -199,47 +197,6 @@ def test_an_interrupted_election_lets_no_thread_wait_for_its_end(each_moment, th
 
 
 # The moments at which Python calls signal handlers, within dlocks.
-
-
-@pytest.fixture
-def strike_in_dlocks():
-    """Return a function that calls another one, and strikes at a numbered moment.
-
-    It returns whether the call has lasted until then. Python calls signal handlers when
-    a call has returned, at the start of a function, and at a jump back.
-    """
-    before = sys.gettrace()
-    moments = {"CALL", "CALL_KW", "CALL_FUNCTION_EX", "RESUME", "JUMP_BACKWARD"}
-
-    def strike(number, function):
-        left, last, struck = [number], {}, []
-
-        def trace(frame, event, _):
-            code = frame.f_code
-            if not code.co_filename.startswith(str(PACKAGE / "core")):
-                return None
-            frame.f_trace_opcodes = True
-            if event == "opcode":
-                done = last.get(frame)
-                last[frame] = dis.opname[code.co_code[frame.f_lasti]]
-                left[0] -= done in moments
-                if left[0] < 0 and not struck:
-                    struck.append(True)
-                    raise StrikeError
-            return trace
-
-        # Python 3.12 sends opcodes only if a frame asked for them before.
-        inspect.currentframe().f_trace_opcodes = True
-        with contextlib.suppress(StrikeError):
-            sys.settrace(trace)
-            try:
-                function()
-            finally:
-                sys.settrace(before)
-        return bool(struck)
-
-    yield strike
-    sys.settrace(before)
 
 
 def test_an_interrupt_before_a_block_keeps_no_hold_of_another_thread(
@@ -303,3 +260,54 @@ def test_a_release_is_interrupted_as_a_whole(strike_in_dlocks, is_busy, entries)
         if not struck:
             break
     assert number > 10
+
+
+def test_an_interrupted_detach_ends_no_block_in_silence(strike_in_dlocks, is_busy):
+    """The block goes on after the error of the handler, and learns of a loss."""
+    wrong = []
+    for number in itertools.count():
+        lock, texts, is_lost = db_lock(f"stock:{number}", using="memory"), [], False
+        try:
+            with lock as hold:
+                struck = strike_in_dlocks(
+                    number, lambda hold=hold, texts=texts: texts.append(hold.detach())
+                )
+                is_held = hold.held
+        except LockLost:
+            is_lost = True
+        for text in texts:
+            resume_hold(text).release()
+        if is_busy(lock.key, "memory") or not (texts or is_held or is_lost):
+            wrong.append(number)
+        if not struck:
+            break
+    assert number > 50
+    # Only this test strikes when a function that is written in Python has returned, as
+    # the last two of them have.
+    assert [one for one in wrong if one < number - 2] == []
+
+
+def test_an_interrupted_shutdown_frees_the_key(strike_in_dlocks, is_busy):
+    """The process may go on. The block ends with the loss of its hold."""
+    lock = db_lock("stock:7", using="memory")
+    for number in itertools.count():
+        with contextlib.suppress(LockLost), lock:
+            struck = strike_in_dlocks(number, shutdown)
+        undo_shutdown()
+        assert not is_busy("stock:7", "memory"), number
+        if not struck:
+            break
+    assert number > 10
+
+
+def test_an_election_that_is_interrupted_at_its_start_has_ended(each_moment, threads):
+    for moment in each_moment:
+        election = LeaderElection("scheduler", using="memory")
+        election.on_elected = lambda hold, election=election: election.stop()
+        with contextlib.suppress(StruckExit):
+            moment.begin()
+            election.run()
+        sys.settrace(None)
+        stopping = threads(election.stop)
+        stopping.join(5)
+        assert not stopping.is_alive()

@@ -279,15 +279,23 @@ def guard(name: str = "G", *, rollback: bool = False) -> Caller:
     return steps
 
 
-def detacher(name: str = "A", *, fails: bool = False) -> Caller:
-    """Pass the hold to another process, which resumes it."""
+def detacher(name: str = "A", *, fails: bool = False, interrupted: str = "") -> Caller:
+    """Pass the hold to another process, which resumes it.
+
+    The request may fail, and the caller may be interrupted before or after its end.
+    """
 
     def steps(w: World) -> Steps:
-        if not w.saw(name, w.life.offer([name])):
+        if not w.saw(name, w.life.offer([name], [])):
             return
         yield
         if fails:
             yield from perform(w, f"{name}'", w.life.withdraw())
+        elif interrupted:
+            if interrupted == "after":
+                w.saw(name, w.life.detach())
+                yield
+            yield from perform(w, f"{name}'", w.life.recall("in vain"))
         elif w.saw(name, w.life.detach()):
             w.detached = True
             if w.reports:
@@ -401,5 +409,6 @@ def check_end(w: World) -> None:
         w.problems.append("an entry is open without the key")
     if state.reason is Reason.RELEASED and w.releases != 1:
         w.problems.append("the release of a released hold was not sent")
-    if state.reason in (Reason.LOST, Reason.ORPHANED) and w.reports != 1:
+    reported = Reason.LOST, Reason.ORPHANED, Reason.RECALLED
+    if state.reason in reported and w.reports != 1:
         w.problems.append("a loss was not reported")

@@ -18,6 +18,7 @@ from tests.units.explorer import (
     exiter,
     explore,
     first,
+    first_in_block,
     guard,
     loser,
     orphaner,
@@ -76,6 +77,18 @@ SCENARIOS = {
     "a detach": (detacher(), block(), first(), guard()),
     "a detach of a lost hold": (detacher(), loser(), first(), block()),
     "a failed detach": (detacher(fails=True), first(), block(), guard()),
+    "an interrupted detach": (
+        detacher(interrupted="before"),
+        first(),
+        block(),
+        guard(),
+    ),
+    "a detach that is interrupted at its end": (
+        detacher(interrupted="after"),
+        first_in_block(),
+        block(),
+        loser(),
+    ),
     "a detach in a transaction": (
         detacher(),
         block(transaction=True),
@@ -114,6 +127,16 @@ MISTAKES = {
         "a failed detach",
         "return (held, Effect.NOTHING) if old.entries else _settled(held)",
         "return held, Effect.NOTHING",
+    ),
+    "an interrupted detach keeps the key": (
+        "an interrupted detach",
+        "RELEASED), Effect.RELEASE\n            return _end(old, Reason.RECALLED",
+        "RELEASED), Effect.NOTHING\n            return _end(old, Reason.RECALLED",
+    ),
+    "an interrupted detach ends a block in silence": (
+        "a detach that is interrupted at its end",
+        "_end(old, Reason.RECALLED, why), Effect.RELEASE | Effect.REPORT",
+        "old, Effect.RELEASE",
     ),
     "a leave forgets the guards": (
         "a guard",

@@ -2,7 +2,7 @@
 
 import io
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 import pytest
 from django.core.management import CommandError, call_command
@@ -493,3 +493,20 @@ def test_an_error_of_a_guard_propagates_without_a_connection(row):
             time.sleep(0.3)
             1 / 0  # noqa: B018
         assert hold.held
+
+
+@EVERY_SERVER
+def test_an_interrupted_guard_does_not_outlive_its_hold(stops, in_other_thread):
+    """The outer transaction goes on, and the key may be lost in the meantime."""
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    hold = db_lock("stock:7", ttl=30).acquire()
+    with transaction.atomic():
+        with stops.replace("pin", interrupt), suppress(KeyboardInterrupt):
+            with hold.atomic():
+                pytest.fail("entered")
+        in_other_thread(lambda: clear("stock:7"))
+        with pytest.raises(LockLost):
+            in_other_thread(hold.check)

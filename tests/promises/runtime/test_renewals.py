@@ -15,7 +15,14 @@ import pytest
 from django.db import connection, connections, transaction
 from django.test.utils import CaptureQueriesContext
 
-from dlocks import LockBackendError, LockLost, LockTimeout, db_lock, lock_lost
+from dlocks import (
+    LockBackendError,
+    LockLost,
+    LockTimeout,
+    db_lock,
+    lock_lost,
+    lock_released,
+)
 from dlocks.models import ResourceLock
 from dlocks.testing import frozen_clock
 from dlocks.values import Grant
@@ -531,3 +538,48 @@ def test_a_loss_is_reported_if_no_thread_can_be_started(monkeypatch, until):
     assert lost is hold
     # The connection that was opened for it in a permanent thread is closed.
     until(lambda: not any(one.connection for one in connected))
+
+
+# What delays no renewal and no loss of another hold.
+
+
+def test_a_slow_release_of_a_lost_hold_delays_no_other_loss(
+    stops, threads, in_other_thread
+):
+    """A lease that was left in a transaction has reached its ``max_hold``."""
+    lost = threading.Event()
+    other = db_lock(
+        "other", using="memory", max_hold=1.5, on_lost=lambda hold: lost.set()
+    )
+    in_other_thread(other.acquire)
+    with transaction.atomic():
+        with db_lock("stock:7", using="memory", max_hold=1):
+            stop = stops.at("release", "memory")
+        stop.wait()
+        assert lost.wait(20)
+        stop.go_on()
+
+
+def test_a_slow_receiver_delays_no_renewal(threads, in_other_thread, monkeypatch):
+    """A lease that was left in a transaction is released after its rollback."""
+    begun, end = threading.Event(), threading.Event()
+
+    def receive(hold, **kwargs):
+        if hold.key == "stock:7":
+            begun.set()
+            end.wait(20)
+
+    other = in_other_thread(db_lock("other", using="memory", ttl=1).acquire)
+    lock_released.connect(receive)
+    try:
+        with contextlib.suppress(ZeroDivisionError), transaction.atomic():
+            with db_lock("stock:7", using="memory"):
+                pass
+            raise ZeroDivisionError
+        assert begun.wait(20)
+        time.sleep(2)
+        assert other.held
+    finally:
+        end.set()
+        lock_released.disconnect(receive)
+    in_other_thread(other.release)

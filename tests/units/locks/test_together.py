@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from dlocks import db_lock
-from tests.internals import together
+from tests.internals import acquire, together
 
 pytestmark = pytest.mark.front
 
@@ -34,3 +34,21 @@ def test_a_block_that_begins_during_a_release_keeps_its_keys(monkeypatch, thread
         hold.check()
     assert not hold.held
     assert not db_lock("a", using="memory").locked()
+
+
+def test_a_loss_before_the_caller_has_the_hold_is_no_silent_one(monkeypatch):
+    """One of the keys is lost after the last wait. All are acquired again."""
+    lost, made = [], []
+    usual = acquire.MultiHold
+
+    def make(lock, entries):
+        if not made:
+            entries[0].hold.lose("it was cleared")
+        made.append(usual(lock, entries))
+        return made[-1]
+
+    monkeypatch.setattr(acquire, "MultiHold", make)
+    with db_lock("a", "b", using="memory", on_lost=lost.append) as hold:
+        assert hold.held
+    assert len(made) == 2
+    assert lost == []

@@ -1,0 +1,57 @@
+"""The moments at which Python calls signal handlers, within dlocks."""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import inspect
+import sys
+from pathlib import Path
+
+import pytest
+
+import dlocks
+from tests.strikes import StruckExit
+
+PACKAGE = Path(dlocks.__file__).parent
+
+
+@pytest.fixture
+def strike_in_dlocks():
+    """Return a function that calls another one, and strikes at a numbered moment.
+
+    It returns whether the call has lasted until then. Python calls signal handlers when
+    a call has returned, at the start of a function, and at a jump back.
+    """
+    before = sys.gettrace()
+    moments = {"CALL", "CALL_KW", "CALL_FUNCTION_EX", "RESUME", "JUMP_BACKWARD"}
+
+    def strike(number, function):
+        left, last, struck = [number], {}, []
+
+        def trace(frame, event, _):
+            code = frame.f_code
+            if not code.co_filename.startswith(str(PACKAGE / "core")):
+                return None
+            frame.f_trace_opcodes = True
+            if event == "opcode":
+                done = last.get(frame)
+                last[frame] = dis.opname[code.co_code[frame.f_lasti]]
+                left[0] -= done in moments
+                if left[0] < 0 and not struck:
+                    struck.append(True)
+                    raise StruckExit
+            return trace
+
+        # Python 3.12 sends opcodes only if a frame asked for them before.
+        inspect.currentframe().f_trace_opcodes = True
+        with contextlib.suppress(StruckExit):
+            sys.settrace(trace)
+            try:
+                function()
+            finally:
+                sys.settrace(before)
+        return bool(struck)
+
+    yield strike
+    sys.settrace(before)

@@ -1,0 +1,54 @@
+"""The deadline of a lease whose ttl changes while a reply is on its way."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from dlocks import db_lock
+from tests.internals import clock
+
+pytestmark = pytest.mark.front
+
+
+@pytest.fixture
+def lease():
+    hold = db_lock("stock:7", using="memory", ttl=60).acquire()
+    yield hold._parts[0].lease
+    hold.release()
+
+
+def test_a_renewal_that_begins_within_a_change_counts_as_an_earlier_one(
+    lease, monkeypatch
+):
+    """Another thread sends the earlier ttl, and its reply comes last."""
+    sent = []
+    replace = dataclasses.replace
+
+    def switch(claim, **changes):
+        if not sent:
+            sent.append((clock.now(), lease.next_claim(may_be_late=False).ttl))
+        return replace(claim, **changes)
+
+    monkeypatch.setattr(dataclasses, "replace", switch)
+    lease.change(1, None)
+    lease.record_answer(*sent[0])
+    assert sent[0][1] == pytest.approx(60, abs=1)
+    assert lease.deadline <= clock.now() + 1
+
+
+def test_a_change_within_the_record_of_a_reply_is_kept(lease):
+    """A signal handler shortens the lease while its thread records a reply."""
+
+    handled = []
+
+    class Handled(float):
+        def __radd__(self, sent):
+            if not handled:
+                handled.append(lease.change(1, None))
+            return sent + float(self)
+
+    sent = clock.now()
+    lease.record_answer(sent, Handled(60))
+    assert lease.deadline <= clock.now() + 1
