@@ -40,7 +40,7 @@ class Command(BaseCommand):
     help = (
         "Runs a command under a lock and exits with its status. The status is 75 if the"
         " lock is busy, and 128 + N if signal N ended the command. If the lock is lost,"
-        " the command receives SIGTERM."
+        " the command receives SIGTERM. With '-v 0' a busy lock prints nothing."
     )
     # The command does not depend on the checks of other apps.
     requires_system_checks = []
@@ -96,6 +96,9 @@ class Command(BaseCommand):
         except LockTimeout as error:
             if entered:
                 raise
+            if options["verbosity"] == 0:
+                # Cron would mail the message.
+                sys.exit(BUSY)
             raise CommandError(str(error), returncode=BUSY) from error
         except LockBackendError as error:
             if status is None:
