@@ -340,6 +340,9 @@ def test_the_dashboard_and_the_alerts_use_existing_metrics():
     for rule in rules:
         assert set(re.findall(r"\$labels\.(\w+)", str(rule))) <= labels
         assert rule["annotations"].keys() == {"summary", "description"}
+        # The first event of a process alerts too, though its counter begins with 1.
+        for name in re.findall(r"increase\((\w+)\[10m\]\)", rule["expr"]):
+            assert f"({name} > 0 unless {name} offset 10m)" in rule["expr"]
 
 
 @database
