@@ -20,6 +20,7 @@ BOOSTS = {
     "comparison": 0.5,
     "reliability": 0.5,
     "tutorial": 0.5,
+    "how-to/decorators": 2.0,
     "how-to/settings": 3.0,
 }
 

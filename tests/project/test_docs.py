@@ -258,6 +258,7 @@ def test_the_examples_on_sharing_keys_of_users_and_several_keys(in_other_thread)
     assert page.rebuild_then_check() == "checked"
     assert page.print_out(3) == "3 pages"
     assert page.print_two() == 2
+    assert page.ask(lambda: "in stock") == "in stock"
     assert not db_lock("printer").locked()
     with page.catalogue.read():
         assert in_other_thread(page.search, "lamp") == "found lamp"

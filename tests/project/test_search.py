@@ -23,6 +23,7 @@ pytestmark = [
 ]
 
 FOUND = {
+    "how-to/async": ["async"],
     "how-to/decorators": ["async view"],
     "how-to/deployment": [
         "Aurora", "Cloud SQL", "database rights", "DATABASE_ROUTERS", "GRANT",
@@ -31,13 +32,17 @@ FOUND = {
     "how-to/guarded-commits": ["idempotency", "idempotent"],
     "how-to/keys-of-users": ["per user"],
     "how-to/metrics": ["alert"],
-    "how-to/read-write-and-semaphore": ["API limit", "rate limit", "semaphore"],
+    "how-to/read-write-and-semaphore": [
+        "API limit", "rate limit", "semaphore", "throttle",
+    ],
     "how-to/recipes": ["Channels"],
-    "how-to/schedules": ["cron"],
-    "how-to/seeing-and-clearing": ["clear stale lock", "stale", "who holds the lock"],
+    "how-to/schedules": ["cron", "several servers"],
+    "how-to/seeing-and-clearing": [
+        "clear stale lock", "stale", "who blocks a key", "who holds the lock",
+    ],
     "how-to/session-locks": ["advisory lock"],
     "how-to/settings": ["ttl"],
-    "how-to/testing": ["test"],
+    "how-to/testing": ["test", "testing"],
     "how-to/waiting": ["pool size"],
     "how-to/zookeeper": ["kazoo"],
     "migrating/django-pglock": ["django-pglock", "django-pglocks", "django-pgware"],

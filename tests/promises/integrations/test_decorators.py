@@ -10,6 +10,7 @@ import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 from uuid import UUID
 
 import pytest
@@ -589,7 +590,8 @@ class TestThePage:
     async def test_the_key_of_a_coroutine_may_query_the_database(self, page):
         """The key is built where database queries are allowed.
 
-        For example, ``request.user`` is loaded at its first use.
+        For example, ``request.user`` is loaded at its first use. An anonymous user has
+        no key, and is sent to the login first.
         """
 
         def load():
@@ -602,7 +604,10 @@ class TestThePage:
         assert await page.ship(SimpleNamespace(pk=3)) == "shipped"
         request = RequestFactory().post("/")
         request.user = SimpleLazyObject(load)
+        request.auser = AsyncMock(return_value=SimpleNamespace(is_authenticated=True))
         with held_elsewhere("export:5"):
             response = await page.export(request)
             assert (response.status_code, response["Retry-After"]) == (423, "30")
         assert (await page.export(request)).content == b"exported"
+        request.auser.return_value.is_authenticated = False
+        assert (await page.export(request)).status_code == 302
