@@ -272,7 +272,8 @@ class Attempt:
     def _pause(self) -> float:
         left = self.deadline - clock.now()
         claim = self.claim
-        if claim is not None and not self.backend.can_queue(claim):
+        if claim is not None and (claim.beside or not self.backend.can_queue(claim)):
+            # Beside its own exclusive hold, a claim would queue behind itself.
             claim = None
         if self.waiter is None and claim is not None and claim.fair and left > 0:
             self.paused = True

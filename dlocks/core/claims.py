@@ -139,10 +139,13 @@ def claim_for(
         locked: Collection[Any] = ()
         if in_transaction:
             locked = TransactionMarker.keys_of(connection_of(backend.database))
-        if (identity, key) in locked:
+        pins: Any = () if other is None else other.life.state.pins
+        pinned = any(pin.stands and not pin.is_elsewhere for pin in pins)
+        if pinned or (identity, key) in locked:
             raise RuntimeError(
                 f"{lock.key!r} is kept by the transaction of this thread until it"
-                " ends. A lease or a shared hold would have to wait for that."
+                " ends. A lease or a shared hold would have to wait for that. Acquire"
+                " it before the transaction begins."
             )
         warn_of_old_snapshots(lock.key)
     return claim

@@ -25,7 +25,7 @@ from dlocks.backends.database.checks import check_database
 from dlocks.backends.database.direct import Direct
 from dlocks.backends.database.expiry import Observations
 from dlocks.backends.database.history import HistoryTable
-from dlocks.backends.database.holders import Holders
+from dlocks.backends.database.holders import STEP_WAIT, Holders
 from dlocks.backends.database.inspector import DatabaseInspector
 from dlocks.backends.database.keepers import Keepers
 from dlocks.backends.database.maintenance import Maintenance
@@ -34,7 +34,7 @@ from dlocks.backends.database.queue import Queue
 from dlocks.backends.database.session import RowLockedError, Session
 from dlocks.backends.database.several import Several
 from dlocks.backends.database.state import rounded
-from dlocks.backends.database.store import Store
+from dlocks.backends.database.store import ROW_WAIT, Store
 from dlocks.backends.database.transactions import TransactionLocks
 from dlocks.backends.notifiers import Notifier
 from dlocks.exceptions import LockBackendError, LockStale
@@ -203,7 +203,13 @@ class DatabaseBackend(Backend):
                         return Grant(token)
                 elif not key.is_free and key.row.owner != claim.owner:
                     return None
-            grant = rounded(self.store.step(claim.key, rules.acquire, claim)[0], claim)
+            # A writer that also reads waits for its own row, since it cannot queue.
+            is_own = bool(claim.beside)
+            wait = STEP_WAIT if is_own else ROW_WAIT
+            grant, _ = self.store.step(
+                claim.key, rules.acquire, claim, wait=wait, in_turn=is_own
+            )
+            grant = rounded(grant, claim)
         except RowLockedError:
             self.store.refuse_locked_table()
             grant = self.holders.grant_again(claim)

@@ -34,7 +34,7 @@ LIVE_WAIT = 15.0
 # Seconds for which it waits afterwards. A process that was stopped in the middle of a
 # step may keep the row locked for 2 seconds.
 LAPSED_WAIT = 3.0
-# Seconds for which one step of a release waits.
+# Seconds for which one step of a release waits, or of a writer that also reads.
 STEP_WAIT = 0.5
 
 

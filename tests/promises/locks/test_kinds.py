@@ -24,6 +24,7 @@ from tests.promises.locks.keys import queued
 from tests.settings import ENGINE
 from tests.sync_and_async import sync_and_async
 
+pytest_plugins = ["tests.promises.stops"]
 pytestmark = pytest.mark.django_db(transaction=True)
 
 
@@ -100,6 +101,41 @@ def test_a_writer_may_read_and_downgrade(using, attempt):
     assert attempt(lock.write()) is None
     reading.release()
     assert attempt(lock.write())
+
+
+def test_a_writer_may_read_after_its_row_was_locked(workers, stops):
+    """Another transaction has locked the row of the key for a while."""
+    (other,) = workers(1)
+    replies = []
+
+    def unlock_after_a_reply(usual, *_):
+        replies.append(usual())
+        if len(replies) == 1:
+            other.tell()
+            assert other.hear() == "unlocked"
+        return replies[-1]
+
+    lock = db_rwlock("catalogue", timeout=30)
+    with lock.write() as writing:
+        other.start(jobs.lock_row, "catalogue")
+        assert other.hear() == "locked"
+        with stops.replace("acquire", unlock_after_a_reply), lock.read() as reading:
+            assert reading.token > writing.token
+    assert replies[0] is None, "the row was not locked"
+
+
+@pytest.mark.engine("postgresql", "mariadb", "mysql")
+def test_a_writer_reads_before_its_guarded_transaction_and_not_in_it():
+    """The transaction keeps the row, and a read lock would wait for its end."""
+    lock = db_rwlock("catalogue", timeout=30)
+    with lock.write() as writing, writing.atomic():
+        with pytest.raises(
+            RuntimeError, match="is kept by the transaction of this thread until it"
+        ):
+            lock.read().acquire()
+    with lock.write() as writing, lock.read() as reading, writing.atomic():
+        with lock.read() as again:
+            assert again is reading
 
 
 @pytest.mark.driver
