@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from dlocks.backends import table as rules
-from dlocks.backends.base import TableLockedError
+from dlocks.backends.base import HANDOVER_LEASE, TableLockedError
 from dlocks.backends.database.direct import Direct
 from dlocks.backends.database.queue import Queue
 from dlocks.backends.database.session import RowLockedError, Session
@@ -34,7 +34,8 @@ LIVE_WAIT = 15.0
 # Seconds for which it waits afterwards. A process that was stopped in the middle of a
 # step may keep the row locked for 2 seconds.
 LAPSED_WAIT = 3.0
-# Seconds for which one step of a release waits, or of a writer that also reads.
+# Seconds for which one step waits that releases a key, renews a short lease, or lets a
+# writer read.
 STEP_WAIT = 0.5
 
 
@@ -143,6 +144,19 @@ class Holders:
             alike = [one for one in claims if (one.ttl, one.shared, one.late) == kind]
             for start in range(0, len(alike), BATCH):
                 left |= self._renew(alike[start : start + BATCH])
+        short = [
+            one
+            for one in claims
+            if 0 < left.get(one.owner, 0.0) < min(one.ttl / 3, HANDOVER_LEASE)
+        ]
+        for claim in short:
+            # Others lock the row of a contended key one after another. A few tries that
+            # skip a locked row may all fail before a short lease expires.
+            wait = min(left[claim.owner], STEP_WAIT) / len(short)
+            step = partial(self.store.step, wait=wait, in_turn=len(short) == 1)
+            with suppress(RowLockedError):
+                if step(claim.key, rules.renew, claim)[0]:
+                    left[claim.owner] = claim.ttl
         return left
 
     def _renew(self, claims: Sequence[Claim]) -> dict[str, float]:

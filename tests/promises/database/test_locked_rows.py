@@ -20,6 +20,7 @@ from tests.scripts import run_python
 from tests.settings import ENGINE
 from tests.timing import in_time
 
+pytest_plugins = ["tests.promises.stops"]
 pytestmark = [
     pytest.mark.django_db(transaction=True),
     pytest.mark.usefixtures("no_claim_left"),
@@ -93,6 +94,45 @@ def test_a_renewal_of_a_locked_row_is_retried_in_time(in_queue, threads, until):
     checked.set()
     thread.join(30)
     assert thread.results[0] > 15
+
+
+@pytest.mark.engine("postgresql", "mariadb")
+def test_a_key_from_the_queue_is_renewed_while_others_lock_its_row_in_turn(
+    in_queue, threads, until, stops
+):
+    """A renewal that skips a locked row never finds this one unlocked."""
+    holds, begin, locked, end = [], *(threading.Event() for _ in range(3))
+
+    def wait():
+        with db_lock("stock:7", ttl=30) as hold:
+            holds.append(hold)
+            assert end.wait(30)
+            hold.check()
+
+    def lock_again_and_again():
+        connection.ensure_connection()
+        assert begin.wait(30)
+        while not end.is_set():
+            with transaction.atomic():
+                ResourceLock.objects.select_for_update().get(pk="stock:7")
+                locked.set()
+                end.wait(0.02)
+
+    with db_lock("stock:7"):
+        waiter = threads(wait)
+        in_queue(1)
+        others = [threads(lock_again_and_again) for _ in range(3)]
+        renewal = stops.at("renew")
+    try:
+        renewal.wait()
+        begin.set()
+        assert locked.wait(30)
+        renewal.go_on()
+        until(lambda: holds[0].remaining > 15 or not holds[0].held)
+    finally:
+        end.set()
+    for thread in waiter, *others:
+        thread.join(30)
 
 
 @SERVERS
