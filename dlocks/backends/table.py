@@ -48,6 +48,10 @@ class Held:
     def grant(self, at: Moment) -> Grant:
         return Grant(self.token, self.end - at.now, self.takeover)
 
+    def expires_in(self, at: Moment) -> float:
+        """Return the seconds until a share has ended, without grace if released."""
+        return self.end - at.now + (at.grace if self.count else 0.0)
+
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
@@ -259,7 +263,7 @@ def ticket(state: KeyState, claim: Claim, at: Moment) -> Ticket | None:
     if (waits := _waiting(state, claim)) is None:
         return None
     expires_in = state.expires_in(at)
-    ends = [expires_in, *(share.end + at.grace - at.now for share in state.shares)]
+    ends = [expires_in, *(share.expires_in(at) for share in state.shares)]
     return Ticket(
         ahead=sum(one.position < waits.position for one in state.live(at)),
         position=waits.position,
@@ -344,5 +348,5 @@ def _without_waiting(state: KeyState, claim: Claim) -> KeyState:
 
 
 def _without_ended_shares(state: KeyState, at: Moment) -> KeyState:
-    live = (share for share in state.shares if share.end + at.grace > at.now)
+    live = (share for share in state.shares if share.expires_in(at) > 0)
     return replace(state, shares=tuple(live))

@@ -219,8 +219,9 @@ class Store:
     def _end(self, row: Any, now: float, asked_at: float | None) -> float:
         """Return when a lease ends, by the database's clock or by observation."""
         end = float(row.end_time.timestamp())
-        waits = row.version is None or getattr(row, "status", "P") != "P"
-        if self.observations is None or asked_at is None or waits:
+        # It waits, or has been released.
+        is_lease = getattr(row, "status", "P" if row.hold_count else "S") == "P"
+        if self.observations is None or asked_at is None or not is_lease:
             return end
         left = self.observations.note(row.pk, (row.version, end), asked_at)
         return now + left - self.grace
@@ -389,9 +390,7 @@ class Store:
 
     def _without_kept(self, key: Key) -> Key:
         """Return a locked key in which no share has ended that a transaction keeps."""
-        ended = [
-            one for one in key.state.shares if one.end + key.at.grace <= key.at.now
-        ]
+        ended = [one for one in key.state.shares if one.expires_in(key.at) <= 0]
         if not ended:
             return key
         ids = {one.owner: one.pk for one in key.claims}

@@ -329,6 +329,23 @@ def test_an_expired_reader_excludes_for_the_grace(using, settings, attempt):
     settings.DLOCKS = before
 
 
+@for_each("using", ["default", "watching", "memory"])
+def test_a_released_permit_is_kept_for_its_min_hold_and_no_longer(
+    using, settings, attempt, in_other_thread
+):
+    """The grace is for a holder that is gone, and not for one that has released."""
+    before = settings.DLOCKS
+    options = {**before[using].get("OPTIONS", {}), "grace": timedelta(hours=1)}
+    settings.DLOCKS = {**before, using: {**before[using], "OPTIONS": options}}
+    permit = db_semaphore(f"api:{using}", 1, using=using, min_hold=timedelta(hours=1))
+    permit.acquire().release()
+    assert attempt(permit) is None
+    db_semaphore(f"mail:{using}", 1, using=using, min_hold=0.2).acquire().release()
+    permit = db_semaphore(f"mail:{using}", 1, using=using, timeout=10)
+    in_other_thread(lambda: permit.acquire().release())
+    settings.DLOCKS = before
+
+
 def test_a_shared_hold_in_a_transaction_lasts_until_its_end(in_other_thread, until):
     """On SQLite it belongs to its transaction."""
     lock = db_rwlock("catalogue", timeout=0)
