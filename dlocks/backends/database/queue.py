@@ -19,6 +19,7 @@ from dlocks.backends.database.state import RESERVED, Key
 from dlocks.backends.database.store import Store
 from dlocks.backends.notifiers import RecentKeys
 from dlocks.backends.table import KeyState, Moment
+from dlocks.exceptions import LockBackendError
 from dlocks.sql.clock import Now, ticks
 from dlocks.values import Claim, Grant, Ticket
 
@@ -92,11 +93,16 @@ class Queue:
                 return None
             # It may have been queued and granted without a known result.
             return replace(RESERVED, unnotified=True)
-        key = self.store.read([claim.key]).get(claim.key)
-        ticket = None if key is None else key.ticket(claim)
-        if ticket is not None and ticket.grant is not None and not claim.shared:
-            # It was granted without a known result. The row of a share is its hold.
-            self.delete(claim)
+        try:
+            key = self.store.read([claim.key]).get(claim.key)
+            ticket = None if key is None else key.ticket(claim)
+            if ticket is not None and ticket.grant is not None and not claim.shared:
+                # It was granted without a known result. The row of a share is its hold.
+                self.delete(claim)
+        except LockBackendError as error:
+            # The claim is in the queue.
+            error.changed_nothing = False
+            raise
         if key is not None and key.state.is_held:
             # A lease is released by a statement that notifies.
             silent = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import threading
 import time
 
@@ -11,6 +12,7 @@ import pytest
 from django.db import connection, transaction
 
 from dlocks import LockBackendError, db_lock, db_rwlock
+from dlocks.models import LockClaim
 from tests import jobs
 from tests.models import Counter, Place
 from tests.timing import in_time
@@ -23,6 +25,10 @@ pytestmark = [
 LOCK_TABLE = {
     "postgresql": "LOCK TABLE dlocks_resourcelock IN ACCESS EXCLUSIVE MODE",
     "mysql": "LOCK TABLES dlocks_resourcelock WRITE, dlocks_lockclaim WRITE",
+}.get(connection.vendor, "")
+LOCK_CLAIMS = {
+    "postgresql": "LOCK TABLE dlocks_lockclaim IN ACCESS EXCLUSIVE MODE",
+    "mysql": "LOCK TABLES dlocks_lockclaim WRITE",
 }.get(connection.vendor, "")
 READ_LOCK = {
     "postgresql": "LOCK TABLE dlocks_resourcelock, dlocks_lockclaim IN SHARE MODE",
@@ -123,6 +129,37 @@ def test_a_locked_table_is_an_error_at_the_limit_of_the_project(limit_waits):
                 in_time(time.monotonic() - began, AT_MOST)
             Place.objects.create(name=f"{using} {key} after")
     assert Place.objects.count() == 2 * 4
+
+
+def test_a_claim_that_was_queued_before_its_table_was_locked_is_cancelled(
+    limit_waits, workers
+):
+    """The claim joins the queue of a locked row. Then a migration begins."""
+    (other,) = workers(1)
+    joined, failed = [], []
+
+    def lock_table(execute, sql, *arguments):
+        queued = "dlocks_lockclaim" in sql and not connection.in_atomic_block
+        if queued and joined and not failed:
+            failed.append(sql)
+            with table_locked(LOCK_CLAIMS):
+                return execute(sql, *arguments)
+        joined.extend(re.findall("^INSERT INTO .*dlocks_lockclaim", sql))
+        return execute(sql, *arguments)
+
+    db_lock("stock:7").acquire().release()
+    other.start(jobs.lock_row, "stock:7")
+    assert other.hear() == "locked"
+    limit_waits()
+    with (
+        connection.execute_wrapper(lock_table),
+        pytest.raises(LockBackendError, match=SAYS),
+    ):
+        db_lock("stock:7", timeout=30).acquire()
+    assert failed
+    assert not LockClaim.objects.exists()
+    other.tell()
+    assert other.hear() == "unlocked"
 
 
 @pytest.mark.engine("postgresql")
