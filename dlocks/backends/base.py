@@ -91,8 +91,10 @@ class Inspector:
     def holders(self, key: str) -> Sequence[Holder]:
         """Return all holders of a key, which may be stale, in the order of grants."""
         holder, (sharers, _) = self.backend.holder(key), self.sharers(key)
-        found = {one.token: one for one in (holder, *sharers) if one is not None}
-        return [found[token] for token in sorted(found)]
+        every = (holder, *sharers)
+        # A database shows a writer that also reads with the token of its read lock.
+        found = {(one.token, one.since): one for one in every if one is not None}
+        return sorted(found.values(), key=lambda one: one.token)
 
     def waiters(self, key: str, prefix: str) -> Sequence[Waiter]:
         """Return the queued callers in their order, with keys without the prefix."""

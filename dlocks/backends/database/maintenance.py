@@ -258,7 +258,9 @@ class Maintenance:
         """Return a holder as one in a transaction, if one keeps its expired lease."""
         if not holder.stale:
             return holder
-        ids = [one.pk for one in key.claims if one.version == holder.token]
+        # A writer that also reads has the token of its read lock.
+        mine = holder.token, holder.since
+        ids = [one.pk for one in key.claims if (one.version, one.begin_time) == mine]
         with suppress(LockBackendError):
             if self.keepers.in_transactions(ids or [key.row.pk], shares=bool(ids)):
                 return replace(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 
 import pytest
 from django.db import connection
 
-from dlocks import Holder, Waiter, db_lock, db_rwlock, db_semaphore
+from dlocks import Holder, LockLost, Waiter, db_lock, db_rwlock, db_semaphore
 from dlocks.testing import abandoned
 from tests import jobs
 from tests.for_each import for_each
@@ -128,6 +128,31 @@ def test_all_holders_of_a_shared_key_are_listed(using, crowd):
         waiters = read.waiters()
         assert names_of(waiters) == ["writer", "reader"]
         assert [waiter.shared for waiter in waiters] == [False, True]
+
+
+@SHARED
+def test_a_writer_that_also_reads_is_listed_for_both(using):
+    lock = db_rwlock("catalogue", using=using)
+    writing = lock.write().acquire()
+    with lock.read() as reading:
+        tokens = [one.token for one in lock.read().holders()]
+        assert len(tokens) == 2
+        assert tokens[1] == reading.token
+        writing.release()
+        assert [one.token for one in lock.write().holders()] == [reading.token]
+    assert lock.write().holders() == []
+
+
+@pytest.mark.engine("postgresql", "mariadb", "mysql")
+def test_a_writer_that_also_reads_is_shown_in_its_transaction(in_other_thread, until):
+    """The transaction keeps the key although both leases have expired."""
+    lock = db_rwlock("catalogue", ttl=1.5, renew=False)
+    writing, reading = lock.write().acquire(), lock.read().acquire()
+    with writing.atomic():
+        in_other_thread(until, lambda: lock.write().holder().in_transaction)
+    for hold in writing, reading:
+        with suppress(LockLost):
+            hold.release()
 
 
 @pytest.mark.front
