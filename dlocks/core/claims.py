@@ -139,9 +139,7 @@ def claim_for(
         locked: Collection[Any] = ()
         if in_transaction:
             locked = TransactionMarker.keys_of(connection_of(backend.database))
-        pins: Any = () if other is None else other.life.state.pins
-        pinned = any(pin.stands and not pin.is_elsewhere for pin in pins)
-        if pinned or (identity, key) in locked:
+        if (identity, key) in locked or (other is not None and _is_pinned_here(other)):
             raise RuntimeError(
                 f"{lock.key!r} is kept by the transaction of this thread until it"
                 " ends. A lease or a shared hold would have to wait for that. Acquire"
@@ -149,6 +147,12 @@ def claim_for(
             )
         warn_of_old_snapshots(lock.key)
     return claim
+
+
+def _is_pinned_here(hold: Holding) -> bool:
+    """Return whether a transaction of this thread has locked the row of a hold."""
+    pins: Any = hold.life.state.pins
+    return any(pin.stands and not pin.is_elsewhere for pin in pins)
 
 
 def _other_hold(caller: Caller, place: Place) -> Holding | None:

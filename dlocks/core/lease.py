@@ -126,8 +126,8 @@ class Lease:
             self.last_at = clock.now() + max_hold
         self._ttl = ttl = self._ttl if ttl is None else ttl
         self.claim = dataclasses.replace(self.claim, ttl=ttl)
-        # After the claim. Whoever still has the earlier one has looked at the clock
-        # before.
+        # After the claim. A thread that still has the earlier one has looked at the
+        # clock before.
         self.changed_at = now = clock.now()
         self.shorten(min(now + ttl, self.last_at))
         if 0.0 < self.renewed_until < FOREVER:
@@ -150,9 +150,10 @@ class Lease:
             while True:
                 before = self.deadline, self.changed_at
                 new = rule(before[0])
-                if self.deadline is before[0] and self.changed_at is before[1]:
-                    self.deadline = new
-                    return
+                if before[0] is not self.deadline or before[1] is not self.changed_at:
+                    continue
+                self.deadline = new
+                return
 
     def record_answer(self, sent: float, seconds: float) -> None:
         """Record a renewal that lasts for ``seconds`` from ``sent``."""
@@ -166,7 +167,7 @@ class Lease:
             return max(deadline, min(sent + seconds, self.last_at))
 
         self._set_deadline(rule)
-        if sent < self.changed_at:
+        if self.changed_at > sent:
             self.renew_at = self.answered_at
             keeper.check_soon()
             return

@@ -38,7 +38,7 @@ def test_an_interrupt_of_its_release_does_not_keep_the_lead(strike_in_dlocks, is
 
 
 def test_an_interrupt_at_its_start_ends_it(monkeypatch, threads):
-    """Otherwise ``stop()`` would wait for ever."""
+    """Otherwise ``stop()`` would wait without an end."""
 
     class Elections:
         def add(self, election):
