@@ -115,7 +115,8 @@ class Grant:
 
     ``token`` is larger than the token of every earlier grant of the key. ``lease`` is
     in seconds from when the request was sent; ``None`` stands for the claim's ttl.
-    ``takeover`` is true if the previous holder never released the key.
+    ``takeover`` is true if the previous holder never released the key. It may be false
+    all the same if another process has granted the key to a queued claim.
     """
 
     token: int
@@ -151,7 +152,8 @@ class Holder:
     attributes contain everything.
 
     A value that the backend does not know is ``None`` for ``since``, infinite for
-    ``remaining``, and 0 for ``token``. ``in_transaction`` is true if an open
+    ``remaining``, and 0 for ``token``. While a writer also reads, a database shows both
+    of its holds with the token of the read lock. ``in_transaction`` is true if an open
     transaction keeps the key, without a lease or after it has expired. Without a lease,
     ``holder`` names the database session, or is empty if it is not known.
     """
