@@ -73,6 +73,19 @@ def test_only_the_hold_that_was_shown_is_cleared(backend):
     assert backend.acquire(claim("kept")).token > token
 
 
+def test_a_waiter_does_not_overwrite_a_key_that_never_expires(server, backend):
+    """Another program, or an operator, has set it."""
+    holder, waiter = claim(), claim()
+    backend.acquire(holder)
+    backend.enqueue(waiter)
+    with server.client() as client:
+        client.set("dlocks:{key}", "maintenance")
+        assert backend.poll([waiter])[waiter.owner].grant is None
+        assert client.get("dlocks:{key}") == b"maintenance"
+        client.delete("dlocks:{key}")
+    assert backend.poll([waiter])[waiter.owner].grant
+
+
 def test_a_waiter_is_notified_on_its_own_channel(backend):
     notifier, other = backend.notifier("mine"), backend.notifier("another's")
     holder, waits = claim(), claim()

@@ -12,7 +12,8 @@ if not number then return false end
 if ARGV[4] == '1' then note_heartbeat(me) end
 local left = redis.call('PTTL', lock)
 local ask = 0
-if left < 0 then
+-- A key without a time to live (-1) is another program's, and is not free.
+if left == -2 then
   hand_over()
   mine = granted()
   if mine then return mine end
