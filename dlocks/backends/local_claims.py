@@ -48,7 +48,7 @@ class LocalClaims(Backend):
     _maintain: Callable[[], None]
     # By owner, and those released whose key stays taken until ``ends_at``.
     _entries: dict[str, Any]
-    _kept: list[Any]
+    _kept: set[Any]
 
     def _reset(self) -> None:
         # It is never held during a request. Code enters this mutex instead of the
@@ -56,7 +56,7 @@ class LocalClaims(Backend):
         self._mutex = threading.Lock()
         self._changed = threading.Condition(self._mutex)
         self._entries = {}
-        self._kept = []
+        self._kept = set()
         # Keys that another claim held at the last attempt.
         self.contended: RecentKeys = RecentKeys()
         self._maintainer = BackgroundThread(self.maintainer_name, self._maintain)
@@ -75,27 +75,27 @@ class LocalClaims(Backend):
             )
         return None
 
-    # The caller of these methods holds the mutex.
+    # The caller of these methods holds the mutex. Python handles signals after calls.
+    # So the assignments that belong together follow the last call.
 
     def _granted(self, entry: Any, token: int) -> None:
         """Record a grant, which has to be collected or renewed within its ttl."""
-        entry.token, entry.waiting, entry.since = token, False, time.time()
         entry.ends_at = clock.now() + entry.claim.ttl
+        entry.token, entry.waiting, entry.since = token, False, time.time()
         self._maintain_from(entry.ends_at)
 
     def _keep(self, entry: Any, keep: float) -> None:
         """Release an entry, but keep its key taken."""
-        del self._entries[entry.claim.owner]
+        self._kept.add(entry)
         entry.kept, entry.ends_at = True, clock.now() + keep
-        self._kept.append(entry)
+        del self._entries[entry.claim.owner]
         self._maintain_from(entry.ends_at)
 
     def _forget(self, entry: Any) -> None:
         owner: str = entry.claim.owner
+        self._kept.discard(entry)
         if self._entries.get(owner) is entry:
             del self._entries[owner]
-        if entry in self._kept:
-            self._kept.remove(entry)
         entry.gone, entry.waiting = True, False
 
     def _maintain_from(self, due: float = math.inf) -> None:

@@ -6,7 +6,6 @@ import hashlib
 import logging
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -28,6 +27,8 @@ from dlocks.backends.session.sessions import (
     Row,
     Session,
     SessionDiedError,
+    Table,
+    remove,
 )
 from dlocks.backends.session.waiting_claims import comment_of
 from dlocks.exceptions import LockBackendError
@@ -49,7 +50,7 @@ class Claims(LocalClaims):
     linger: float
     _advance: Callable[[], None]
     _entries: dict[str, Entry]
-    _kept: list[Entry]
+    _kept: set[Entry]
 
     def _reset(self) -> None:
         super()._reset()
@@ -58,7 +59,7 @@ class Claims(LocalClaims):
         self._for_waiters: set[Session] = set()
         # The waiters by name, and those whose callers hold other keys. Only the latter
         # and the first one of a name have sessions.
-        self._queued: dict[str | int, deque[Entry]] = {}
+        self._queued: Table = {}
         self._nested: dict[Entry, None] = {}
 
     @cached_property
@@ -238,7 +239,7 @@ class Claims(LocalClaims):
         """Return whether another claim shares the session's lock of a key."""
         return any(
             one.claim.shared and one.token is not None and one is not entry
-            for one in list(session.at.get(entry.name, ()))
+            for one in session.at.get(entry.name, ())
         )
 
     @contextmanager
@@ -282,6 +283,8 @@ class Claims(LocalClaims):
     def _release_entry(self, entry: Entry) -> bool:
         entry.leaving = True
         if (session := entry.session) is None:
+            with self._mutex:
+                self._forget(entry)
             return False
         try:
             with session.mutex:
@@ -292,7 +295,7 @@ class Claims(LocalClaims):
                     self._forget(entry)
         except SessionDiedError as error:
             self._close_session(session, error)
-            return False
+            had = False
         except LockBackendError:
             raise
         except BaseException:
@@ -334,17 +337,16 @@ class Claims(LocalClaims):
         if entry.gone:
             # Its owner and its session may belong to another claim by now.
             return
-        super()._forget(entry)
+        # Last from the table in which it is found, so this can be repeated after an
+        # interrupt.
         self._dequeue(entry)
         if entry.session is not None:
             entry.session.remove(entry)
+        super()._forget(entry)
 
     def _dequeue(self, entry: Entry) -> None:
         self._nested.pop(entry, None)
-        if entry in (queue := self._queued.get(entry.name, deque())):
-            queue.remove(entry)
-            if not queue:
-                del self._queued[entry.name]
+        remove(self._queued, entry)
 
     # The maintenance thread.
 
@@ -401,12 +403,9 @@ class Claims(LocalClaims):
                 self._close_session(session, error)
 
     def _close_if_idle(self, session: Session) -> None:
-        if session.mutex.acquire(blocking=False):
-            try:
-                with self._mutex:
-                    if session.at or clock.now() < session.used_at + self.linger:
-                        return
-                    self._drop(session)
-                session.end()
-            finally:
-                session.mutex.release()
+        with self._mutex:
+            quiet_at = session.used_at + self.linger
+            if session.at or session.is_asking or clock.now() < quiet_at:
+                return
+            self._drop(session)
+        session.end()

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 import time
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 
 from dlocks.backends.notifiers import Notifier
@@ -15,6 +14,7 @@ from dlocks.backends.session.claims import Claims
 from dlocks.backends.session.sessions import Entry, Session, SessionDiedError
 from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
+from dlocks.runtime.threads import BackgroundThread, Latch, PythonIsExitingError
 from dlocks.values import Claim, Grant, Ticket
 
 logger = logging.getLogger("dlocks")
@@ -47,6 +47,10 @@ class EngineQueue(Claims):
         self._polled_at = 0.0
         self._refused_at = -REFUSED_FOR
         self._notifier: Notifier | None = None
+        self._threads = [
+            BackgroundThread("dlocks-session-waiter", self._serve)
+            for _ in range(self.places)
+        ]
         self._idle = 0
         self._work: SimpleQueue[None] = SimpleQueue()
 
@@ -60,10 +64,12 @@ class EngineQueue(Claims):
             if entry is None:
                 entry = Entry(claim, name=self._name(claim.key), waiting=True)
                 entry.since = time.time()
+                # First the table in which a cancellation finds it.
+                self._entries[claim.owner] = entry
                 if claim.holding:
                     self._nested[entry] = None
-                self._entries[claim.owner] = entry
-                self._queued.setdefault(entry.name, deque()).append(entry)
+                before = self._queued.get(entry.name, ())
+                self._queued[entry.name] = (*before, entry)
         self._advance()
         return Ticket(must_retry=entry.token is not None, position=entry.number)
 
@@ -71,7 +77,7 @@ class EngineQueue(Claims):
         self, claims: Sequence[Claim], *, heartbeat: bool = True
     ) -> Mapping[str, Ticket]:
         self._advance()
-        self._try_queued()
+        self._try_queued({claim.owner for claim in claims})
         tickets = {}
         with self._mutex:
             for claim in claims:
@@ -111,14 +117,13 @@ class EngineQueue(Claims):
             found = self._next()
             if found is None:
                 return
-            is_idle = self._idle > 0
-            self._idle -= is_idle
-        if is_idle:
-            self._work.put(None)
-        else:
-            threading.Thread(
-                target=self._serve, name="dlocks-session-waiter", daemon=True
-            ).start()
+            if self._idle:
+                self._idle -= 1
+                self._work.put(None)
+                return
+            # Threads that are busy look for the next waiter by themselves.
+            with suppress(PythonIsExitingError):
+                any(thread.start() for thread in self._threads)
 
     def _next(self) -> tuple[Entry, Session] | None:
         """Return the next waiter and its session; the caller holds the mutex."""
@@ -147,6 +152,7 @@ class EngineQueue(Claims):
                 if found := self._next():
                     entry, session = found
                     self._for_waiters.add(session)
+                    session.wait_over = Latch()
                     session.add(entry)
                     self._maintain_from()
                 else:
@@ -161,6 +167,7 @@ class EngineQueue(Claims):
                 with self._mutex:
                     if self._idle:
                         self._idle -= 1
+                        next(one for one in self._threads if one.is_current).end()
                         return
 
     def _wait(self, entry: Entry, session: Session) -> None:
@@ -173,6 +180,8 @@ class EngineQueue(Claims):
             self._refused_at = clock.now()
             self._close_session(session, error)
             logger.warning("A waiter for a lock has no session: %s", error)
+        finally:
+            session.wait_over.set()
         if entry.token is not None:
             if clock.now() - session.stood_at < QUICK_WAIT:
                 self.contended.discard(entry.claim.key)
@@ -189,14 +198,13 @@ class EngineQueue(Claims):
 
     def _cancel(self, entry: Entry) -> None:
         """Leave the engine's queue, and release a key that was granted meanwhile."""
-        session, cancelled = entry.session, 0
-        if session is None:
-            with self._mutex:
-                self._forget(entry)
+        if (session := entry.session) is None:
+            self._release_entry(entry)
             return
+        cancelled = 0
         try:
             while True:
-                if session.mutex.acquire(timeout=CANCEL_EVERY if cancelled else 0):
+                if session.wait_over.wait(CANCEL_EVERY if cancelled else 0):
                     break
                 if cancelled * CANCEL_EVERY >= CANCEL_TIMEOUT:
                     raise SessionDiedError("it did not react to a cancellation")
@@ -208,40 +216,42 @@ class EngineQueue(Claims):
                 if row is None or row[0] != 0:
                     continue
                 raise SessionDiedError("the server no longer knows it")
-            try:
-                if cancelled > entry.interrupted:
-                    # A cancellation may still be on its way, and would hit the next
-                    # statement of this session.
-                    raise SessionDiedError("it may be cancelled late")
-                if entry.token is not None:
-                    self._free(entry, session)
-                with self._mutex:
-                    self._forget(entry)
-            finally:
-                session.mutex.release()
+            if cancelled > entry.interrupted:
+                # A cancellation may still be on its way, and would hit the next
+                # statement of this session.
+                raise SessionDiedError("it may be cancelled late")
+            self._release_entry(entry)
         except (SessionDiedError, LockBackendError):
             self._close_session(session)
-        self._advance()
+            self._advance()
 
     # The waiters without a session.
 
-    def _try_queued(self) -> None:
-        """Try to acquire the keys whose waiters have no session."""
+    def _move_back(self, names: Collection[str | int]) -> None:
+        """Begin with other keys the next time; the caller holds the mutex."""
+        # One assignment, so that an interrupt loses no waiter.
+        self._queued = dict(sorted(self._queued.items(), key=lambda at: at[0] in names))
+
+    def _try_queued(self, owners: Collection[str]) -> None:
+        """Try to acquire keys for those of these claims that have no session.
+
+        The others are not tried, because an interrupt of this caller would end them.
+        """
         now = clock.now()
         with self._mutex:
             if now < self._polled_at + POLL_EVERY * 0.9:
                 return
             self._polled_at = now
-            tried = self._without_session()[:KEYS_PER_POLL]
-            for entry in tried:
-                # Begin with other keys the next time.
-                self._queued[entry.name] = self._queued.pop(entry.name)
+            heads = self._without_session()
+            own = list(one for one in heads if one.claim.owner in owners)
+            tried = own[:KEYS_PER_POLL]
+            self._move_back([entry.name for entry in tried])
         for entry in tried:
             main = self._session_for()
             try:
                 # After a shared claim was granted, the next one can share the key too.
                 while True:
-                    if not self._try(entry, main):
+                    if entry.claim.owner not in owners or not self._try(entry, main):
                         break
                     if not (found := self._queued.get(entry.name)):
                         break

@@ -20,6 +20,7 @@ from dlocks.backends.local_claims import LocalEntry
 from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
 from dlocks.runtime.pools import unpooled
+from dlocks.runtime.threads import Latch
 from dlocks.values import Claim
 
 # Bounds in seconds for a statement that waits, on PostgreSQL. After it, a waiter queues
@@ -53,6 +54,19 @@ class Entry(LocalEntry):
     interrupted: bool = False
     # Whether a request was interrupted, so that the server may have granted it.
     in_doubt: bool = False
+
+
+# Entries by name.
+Table = dict[str | int, tuple[Entry, ...]]
+
+
+def remove(table: Table, entry: Entry) -> None:
+    """Remove an entry, if it is there. No name is left without entries."""
+    others = tuple([one for one in table.get(entry.name, ()) if one is not entry])
+    if others:
+        table[entry.name] = others
+    else:
+        table.pop(entry.name, None)
 
 
 class Session:
@@ -106,13 +120,15 @@ class Session:
         # and whether it is shared.
         self.is_unread = False
         self.doubted: set[tuple[str | int, bool]] = set()
-        self.at: dict[str | int, list[Entry]] = {}
+        self.at: Table = {}
+        # Set when the wait of its last waiter has ended.
+        self.wait_over = Latch()
         # When the last statement was sent that the server has answered, and when its
         # reply was read.
         self.stood_at = self.used_at = clock.now()
 
     def __del__(self) -> None:
-        # A thread that had the mutex at the end may not have closed the connection.
+        # An interrupt may have kept end() from closing the connection.
         self._close()
 
     def options(self) -> dict[str, Any]:
@@ -253,19 +269,17 @@ class Session:
         A thread that waits for a reply gets an error, and closes the connection.
         """
         self.dead = True
-        if self.mutex.acquire(blocking=False):
-            try:
-                self._close()
-            finally:
-                self.mutex.release()
-        else:
-            # Another file could have the number once the connection is closed.
-            with (
-                self._closing,
-                suppress(Exception),
-                socket.socket(fileno=os.dup(self._file())) as connection,
-            ):
-                connection.shutdown(socket.SHUT_RDWR)
+        # A request that begins from here on finds the session dead.
+        if not self.is_asking:
+            self._close()
+            return
+        # Another file could have the number once the connection is closed.
+        with (
+            self._closing,
+            suppress(Exception),
+            socket.socket(fileno=os.dup(self._file())) as connection,
+        ):
+            connection.shutdown(socket.SHUT_RDWR)
 
     def _close(self) -> None:
         with self._closing, suppress(Exception):
@@ -289,11 +303,9 @@ class Session:
         )
 
     def add(self, entry: Entry) -> None:
+        self.at[entry.name] = (*self.at.get(entry.name, ()), entry)
         entry.session = self
-        self.at.setdefault(entry.name, []).append(entry)
 
     def remove(self, entry: Entry) -> None:
+        remove(self.at, entry)
         entry.session = None
-        self.at[entry.name].remove(entry)
-        if not self.at[entry.name]:
-            del self.at[entry.name]

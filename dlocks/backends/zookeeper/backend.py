@@ -68,7 +68,7 @@ class ZooKeeperBackend(LocalClaims):
     supports_sharing: ClassVar[bool] = True
     unlisted = ""
     _entries: dict[str, Entry]
-    _kept: list[Entry]
+    _kept: set[Entry]
 
     # Errors must not show the password.
     @sensitive_variables()
