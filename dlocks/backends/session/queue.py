@@ -195,6 +195,8 @@ class EngineQueue(Claims):
             # The caller that cancels a claim also frees its session.
             if entry.session is session and not entry.leaving:
                 session.remove(entry)
+            # Other waiters may have had no place in the meantime.
+            self._move_back([entry.name])
 
     def _cancel(self, entry: Entry) -> None:
         """Leave the engine's queue, and release a key that was granted meanwhile."""

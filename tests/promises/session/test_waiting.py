@@ -194,6 +194,23 @@ def test_more_keys_than_sessions_can_be_waited_for(sessions, observer, threads, 
     assert sorted(n for n, _ in done) == list(range(number))
 
 
+@pytest.mark.engine("postgresql")
+def test_keys_take_turns_in_the_queue_of_the_engine(
+    elsewhere, settings, observer, threads, until
+):
+    """A key without a session is polled, and would never be free at these moments."""
+    session = settings.DLOCKS["session"]
+    options = {**session["OPTIONS"], "waiting": 1}
+    settings.DLOCKS = {**settings.DLOCKS, "session": {**session, "OPTIONS": options}}
+    elsewhere.call(jobs.acquire, "a", using="session")
+    elsewhere.call(jobs.acquire, "b", using="session")
+    for key in ("a", "b"):
+        threads(lambda key=key: lock(key, timeout=60).acquire().release())
+        until(lambda key=key: observer.waiting(key))
+    until(lambda: observer.waiting("a"))
+    elsewhere.call(jobs.release_all)
+
+
 def test_an_interrupted_waiter_leaves_nothing(
     in_other_thread, threads, in_queue, observer
 ):
