@@ -126,9 +126,10 @@ class PostgreSQLSession(Session):
         # client would keep its position until its turn comes.
         self.first_row(
             "SELECT set_config('application_name', %s, false),"
-            " set_config('statement_timeout', '0', false), set_config('lock_timeout',"
-            " '0', false), set_config('client_connection_check_interval', '1000',"
-            " false), set_config('idle_session_timeout', %s, false)",
+            " set_config('client_connection_check_interval', '1000', false),"
+            " set_config('idle_session_timeout', %s, false), (SELECT"
+            " count(set_config(name, '0', false)) FROM pg_settings WHERE name IN"
+            " ('statement_timeout', 'lock_timeout', 'transaction_timeout'))",
             (
                 f"dlocks {socket.gethostname()}:{os.getpid()}"[:63],
                 str(self.idle_setting(self.idle)),

@@ -195,6 +195,27 @@ def test_more_keys_than_sessions_can_be_waited_for(sessions, observer, threads, 
 
 
 @pytest.mark.engine("postgresql")
+def test_the_timeouts_of_a_project_do_not_end_a_wait(
+    elsewhere, monkeypatch, sessions, threads, until, in_queue
+):
+    """They are meant for its own statements. PostgreSQL 17 has a third one."""
+    ((version,),) = query("SELECT current_setting('server_version_num')::int", "")
+    names = ["statement_timeout", "lock_timeout"]
+    names += ["transaction_timeout"] * (version >= 170000)
+    given = " ".join(f"-c {name}=300" for name in names)
+    options = {**connection.settings_dict["OPTIONS"], "options": given}
+    monkeypatch.setitem(connection.settings_dict, "OPTIONS", options)
+    elsewhere.call(jobs.acquire, "stock:7", using="session")
+    waiter = threads(lambda: lock(timeout=60).acquire().release())
+    in_queue(1)
+    waits = sessions()
+    until(lambda: [one for one in lock().waiters() if one.waited > 1])
+    assert waits <= sessions()
+    elsewhere.call(jobs.release_all)
+    waiter.join(30)
+
+
+@pytest.mark.engine("postgresql")
 def test_keys_take_turns_in_the_queue_of_the_engine(
     elsewhere, settings, observer, threads, until
 ):
