@@ -94,6 +94,11 @@ def send_acquired(hold: Any) -> None:
         _raise_interrupt(answers)
 
 
+def has_receivers(hold: Any, how: End) -> bool:
+    """Return whether the end of a hold is signalled to code of users."""
+    return bool(_ENDS[how].has_listeners(type(hold.lock)))
+
+
 def send_ended(hold: Any, how: End) -> None:
     for watcher in watchers:
         try:

@@ -111,7 +111,7 @@ def reset() -> None:
     global _mutex
     # A thread of the parent may have held it, and the mutexes of the holds.
     _mutex = threading.RLock()
-    for own in _by_caller.values():
+    for own in list(_by_caller.values()):
         for entry in _entries_of(own):
             entry.hold.life.replace_mutex()
     _by_caller.clear()

@@ -50,7 +50,8 @@ class Hold:
     after the callers of all its uses have ended. ``token`` is the fencing token, larger
     than that of every earlier hold of the key. ``owner`` is the secret identity, never
     to be shown whole. ``waited`` is the seconds that the caller waited, 0 if the key
-    was free. ``takeover`` says that the last holder never released the key.
+    was free. ``takeover`` says that the last holder never released the key. It may be
+    false all the same for a key from the queue.
     """
 
     def __init__(self, lock: LockPolicy, parts: Sequence[Holding]) -> None:

@@ -26,7 +26,7 @@ from dlocks.runtime import clock
 from dlocks.runtime.connected import connection_of
 from dlocks.runtime.keeper import keeper
 from dlocks.runtime.requests import refuse_nested, request
-from dlocks.signals import send_ended
+from dlocks.signals import has_receivers, send_ended
 from dlocks.transactions import TransactionMarker, in_testcase
 from dlocks.values import Claim, Grant
 
@@ -525,7 +525,7 @@ class Holding:
 
     def send_ended(self, how: Any) -> None:
         face, self.face = self.face, None
-        if face is not None and keeper.is_current:
+        if face is not None and keeper.is_current and has_receivers(face, how):
             losses.apart(partial(send_ended, face, how), face.key)
         elif face is not None:
             send_ended(face, how)

@@ -10,7 +10,7 @@ import weakref
 from asyncio import _get_running_loop
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Generic, TypeVar, cast
 
@@ -137,6 +137,10 @@ async def run_in_sync_thread(
             )
         except asyncio.CancelledError as error:
             cancelled = error
+        except GeneratorExit:
+            if _get_running_loop() is None:
+                _abandon(way)
+            raise
         no_way = way.exception() if way.done() and not way.cancelled() else None
         if call.begun or call.is_in_worker:
             if no_way and not (call.is_in_worker or outcome.done()):
@@ -152,6 +156,18 @@ async def run_in_sync_thread(
         outcome.exception()
         raise cancelled
     return outcome.result()
+
+
+def _abandon(task: asyncio.Task[None]) -> None:
+    """Close the coroutine of a task whose loop may never run again.
+
+    The garbage collector would close it in the middle of any code. Its last lines
+    restore context variables, and CPython crashes if that is within another ``set()``.
+    """
+    # If the loop runs again, the task finds its coroutine closed.
+    task.add_done_callback(lambda one: one.cancelled() or one.exception())
+    with suppress(RuntimeError, ValueError):
+        contextvars.copy_context().run(task.get_coro().close)
 
 
 class Undoable:

@@ -49,23 +49,20 @@ class SessionInspector(Inspector):
         rows, own = self._sessions(key)
         mine = {one.session.pid: one for one in own if one.session and one.waiting}
         found: list[tuple[Any, ...]] = []
+        shown: set[Entry] = set()
         # In the order of the engine's queue.
         for granted, *facts, waited in sorted(rows, key=lambda row: -(row[-1] or 0)):
             if granted:
                 continue
             entry = mine.get(facts[-1])
             if entry is not None:
+                shown.add(entry)
                 found.append(_as_waiter(entry))
             else:
                 who = self.backend._shown_session(*facts)
                 found.append((*who, float(waited or 0), (), False))
-        # These follow when a session of this process is free for them, or connected.
-        waiting = [one for one in own if one.waiting]
-        found += [
-            _as_waiter(one)
-            for one in waiting
-            if one.session is None or not one.session.pid
-        ]
+        # The others follow when a session of this process waits for them.
+        found += [_as_waiter(one) for one in own if one.waiting and one not in shown]
         return [
             Waiter(
                 holder=who,
