@@ -336,7 +336,8 @@ def test_a_galera_campaign_breaks_no_promise():
     faults = {**plan.faults, "node_stop": 4.0}
     report = run(replace(plan, seconds=float(volume(12)), faults=faults))
     assert report.passed, "\n".join(report.lines())
-    assert report.counts["grants"] > 50
+    # How many there are depends on the machine: between 43 and 186 were seen on one.
+    assert report.counts["grants"] > 10
     assert report.counts["faults: down"]
     assert report.counts["faults that hit one holding"]
 
