@@ -207,7 +207,7 @@ class Acquisition:
             raise explain.late_error(rest)
 
     def _finish(self, hold: Hold, entries: tuple[Entry, ...]) -> None:
-        """Give the hold to the caller, and note what leaves it."""
+        """Record the hold as the result, and the entries that leave it."""
         for attempt in self.attempts:
             if attempt.has_entered:
                 attempt.receive()

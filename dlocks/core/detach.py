@@ -52,8 +52,8 @@ def detach(hold: Holding, *, within: Duration | None = None) -> str:
         return signing.dumps(_data_of(hold, *left), salt=SALT)
     except BaseException:
         if offered:
-            # Perhaps interrupted, so that no process will ever receive the text.
-            take_back(hold)
+            # It was interrupted, so no process will receive the text.
+            recall(hold)
         raise
 
 
@@ -80,7 +80,7 @@ def _data_of(hold: Holding, min_hold: float, max_hold: float) -> dict[str, Any]:
     }
 
 
-def take_back(hold: Holding) -> None:
+def recall(hold: Holding) -> None:
     """End a hold whose text no process will receive, and release its key.
 
     It is lost to a block of its caller, which may go on.

@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, Self, TypeVar, cast
 from dlocks.backends.base import Backend
 from dlocks.core import callers, confirm
 from dlocks.core.callers import Block, Blocks, Caller, current_caller, frame_id_of
-from dlocks.core.detach import detach, take_back
+from dlocks.core.detach import detach, recall
 from dlocks.core.explain import block_error
 from dlocks.core.guard import guarded
 from dlocks.core.holding import Holding
@@ -229,7 +229,7 @@ class Hold:
 
     async def adetach(self, *, within: Duration | None = None) -> str:
         # If it is cancelled, no process will ever receive the text.
-        undo = partial(take_back, self._parts[0])
+        undo = partial(recall, self._parts[0])
         undo_later = partial(keeper.post, undo, self.backend)
         return await make_undoable(
             partial(self.detach, within=within), undo, undo_later

@@ -526,7 +526,7 @@ class Holding:
     def send_ended(self, how: Any) -> None:
         face, self.face = self.face, None
         if face is not None and keeper.is_current and has_receivers(face, how):
-            losses.apart(partial(send_ended, face, how), face.key)
+            losses.send_in_thread(partial(send_ended, face, how), face.key)
         elif face is not None:
             send_ended(face, how)
 
@@ -562,7 +562,7 @@ class Holding:
 
     def _perform_loss(self, effect: Effect) -> None:
         if effect & Effect.RELEASE:
-            # It was left in a transaction. The thread that keeps the time sends none.
+            # It was left in a transaction. The keeper's own thread sends no request.
             if keeper.is_current:
                 keeper.post(self.release_again, self.backend)
             else:

@@ -126,8 +126,8 @@ class Lease:
             self.last_at = clock.now() + max_hold
         self._ttl = ttl = self._ttl if ttl is None else ttl
         self.claim = dataclasses.replace(self.claim, ttl=ttl)
-        # After the claim. A thread that still has the earlier one has looked at the
-        # clock before.
+        # After the claim. A thread that uses the earlier claim has read the clock
+        # before this.
         self.changed_at = now = clock.now()
         self.shorten(min(now + ttl, self.last_at))
         if 0.0 < self.renewed_until < FOREVER:

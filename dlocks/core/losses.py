@@ -51,12 +51,12 @@ def report(face: Any, life: Life, error: LockLost) -> None:
     """
     logger.warning("%s", error)
     if face is not None and keeper.is_current:
-        apart(partial(_send, face, life), face.key)
+        send_in_thread(partial(_send, face, life), face.key)
     elif face is not None:
         _send(face, life)
 
 
-def apart(send: Callable[[], None], key: str) -> None:
+def send_in_thread(send: Callable[[], None], key: str) -> None:
     """Let a thread call a function that signals the end of a hold.
 
     It calls user code, which must not keep the keeper from the other holds.

@@ -31,7 +31,7 @@ from dlocks.runtime.threads import (
     Flag,
     Latch,
     PythonIsExitingError,
-    here,
+    this_thread,
 )
 from dlocks.runtime.waits import waits
 from dlocks.runtime.workers import IDLE_CLOSE_AFTER, ServerWorker
@@ -114,7 +114,7 @@ class Keeper:
     @property
     def is_current(self) -> bool:
         """Return whether the current thread belongs to the keeper."""
-        return getattr(here, "is_keepers", False)
+        return getattr(this_thread, "is_keepers", False)
 
     @property
     def holds(self) -> list[WatchedHold]:
@@ -323,7 +323,7 @@ class Keeper:
         self._wakeup.set()
 
     def _loop(self) -> None:
-        here.is_keepers = True
+        this_thread.is_keepers = True
         this = threading.current_thread()
         try:
             self._check_deadlines(this)
@@ -444,8 +444,8 @@ class Keeper:
         ]
 
     def _forked(self) -> None:
-        # The child's only thread is none of the keeper, whichever it was in the parent.
-        here.is_keepers = False
+        # The child's only thread may have belonged to the keeper of the parent.
+        this_thread.is_keepers = False
         for hold in self.holds:
             # A thread of the parent may have held it.
             hold.life.replace_mutex()

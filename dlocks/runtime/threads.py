@@ -17,8 +17,8 @@ class PythonIsExitingError(RuntimeError):
     """
 
 
-# What each thread knows of itself.
-here = threading.local()
+# Facts about the current thread.
+this_thread = threading.local()
 
 
 class BackgroundThread:

@@ -16,7 +16,7 @@ from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
 from dlocks.runtime.clock import FOREVER
 from dlocks.runtime.pools import use_private_connections
-from dlocks.runtime.threads import BackgroundThread, PythonIsExitingError, here
+from dlocks.runtime.threads import BackgroundThread, PythonIsExitingError, this_thread
 
 if TYPE_CHECKING:
     from dlocks.backends.base import Backend
@@ -138,7 +138,7 @@ class ServerWorker:
             self._changed.notify()
 
     def _loop(self) -> None:
-        here.is_keepers = True
+        this_thread.is_keepers = True
         use_private_connections()
         self._idle_at = clock.now() + IDLE_CLOSE_AFTER
         while True:

@@ -286,7 +286,7 @@ async def resume(lock, text):
 def test_a_handover_that_is_closed_in_its_request_frees_the_key(
     request_name, ending, stops, until, is_busy
 ):
-    """Nobody receives the text, or the hold."""
+    """No caller receives the text or the hold."""
     lock, text = db_lock("a", using="memory", ttl=1), ""
     if request_name == "exchange":
         text = lock.acquire().detach(within=60)

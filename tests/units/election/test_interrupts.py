@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.front, pytest.mark.django_db(transaction=True)]
 
 
 def test_an_interrupt_of_its_release_does_not_keep_the_lead(strike_in_dlocks, is_busy):
-    """Nobody would lead, and the process would renew the key."""
+    """Otherwise the process would renew the key and not lead."""
     for number in itertools.count():
         election = LeaderElection("scheduler", using="memory")
         election.on_elected = lambda hold, election=election: election.stop()
