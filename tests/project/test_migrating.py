@@ -11,6 +11,7 @@ import contextlib
 import threading
 import time
 from datetime import timedelta
+from functools import partial
 
 import pytest
 from asgiref.sync import sync_to_async
@@ -76,9 +77,14 @@ def test_redis_py_waits_as_dlocks_does(client, in_other_thread):
             raise AssertionError
         with pytest.raises(LockTimeout):
             in_other_thread(db_lock("stock:7", timeout=0.1).acquire)
+        # blocking_timeout=None, its default | timeout=None
+        assert client.lock("stock:7").blocking_timeout is None
         # blocking=False | try_acquire(timeout=…) returns None
         assert client.lock("stock:7").acquire(blocking=False) is False
+        assert client.lock("stock:7").acquire(blocking_timeout=0.1) is False
         assert in_other_thread(db_lock("stock:7").try_acquire) is None
+        later = partial(db_lock("stock:7").try_acquire, timeout=0.1)
+        assert in_other_thread(later) is None
         # owned() | hold.held, or hold.check(); locked() | lock.locked(), lock.holder()
         assert lock.owned()
         assert lock.locked()
