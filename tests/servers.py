@@ -40,6 +40,15 @@ PASSWORD = os.environ.setdefault("DLOCKS_TEST_PASSWORD", os.urandom(16).hex())
 os.environ["PGPASSWORD"] = os.environ["MYSQL_PWD"] = PASSWORD
 
 
+def place_of(server: str) -> Path:
+    """Return the directory into which scripts/fetch_server.sh has unpacked a server.
+
+    It is elsewhere if the account of the server cannot enter this project, as in the
+    home directory of root.
+    """
+    return (FETCHED / server).resolve()
+
+
 class Server:
     """One server. tests/settings.py finds it through ``environment``."""
 
@@ -366,7 +375,7 @@ class MariaDB(Server):
     program = "mariadbd"
     binary_log_reader = "mariadb-binlog"
     # The directory of an unpacked server, or None for the installed one.
-    unpacked: ClassVar[Path | None] = FETCHED / "mariadb" if USE_NEWEST else None
+    unpacked: ClassVar[Path | None] = place_of("mariadb") if USE_NEWEST else None
     # Additional command line options.
     options: tuple[str, ...] = ()
 
@@ -455,7 +464,7 @@ class MySQL(MariaDB):
     engine = "mysql"
     program = "mysqld"
     binary_log_reader = "mysqlbinlog"
-    unpacked = FETCHED / "mysql"
+    unpacked = place_of("mysql")
 
     def initialize(self) -> None:
         # Without name resolution, root@localhost has no access over TCP.
@@ -870,7 +879,7 @@ SERVERS: dict[str, type[Server]] = {
 
 def fetched(server: str, program: str) -> Path:
     """Return the path of a program that scripts/fetch_server.sh has unpacked."""
-    path = FETCHED / server / "bin" / program
+    path = place_of(server) / "bin" / program
     if not path.exists():
         raise FileNotFoundError(
             f"{program} is not installed: sh scripts/fetch_server.sh {server}"
