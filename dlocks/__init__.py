@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dlocks.api import db_lock, db_rwlock, db_semaphore
     from dlocks.core.handover import aresume_hold, resume_hold
-    from dlocks.core.hold import Hold, MultiHold
-    from dlocks.core.lock import Lock, MultiLock
+    from dlocks.core.hold import Hold
+    from dlocks.core.lock import Lock
     from dlocks.core.shared import ReadWriteLock
     from dlocks.decorators import current_hold, locked_view
     from dlocks.election import LeaderElection
@@ -49,8 +49,6 @@ __all__ = [
     "LockShutDown",
     "LockStale",
     "LockTimeout",
-    "MultiHold",
-    "MultiLock",
     "ReadWriteLock",
     "SingleInstance",
     "StaleToken",
@@ -92,8 +90,7 @@ _MODULES = {
         "StaleVersion",
     ],
     "core.handover": ["aresume_hold", "resume_hold"],
-    "core.hold": ["Hold", "MultiHold"],
-    "core.lock": ["MultiLock"],
+    "core.hold": ["Hold"],
     "runtime.keeper": ["shutdown"],
     "keys": ["user_key"],
     "core.shared": ["ReadWriteLock"],

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Literal, Never, TypeVar, Unpack, overload
 
 from dlocks.conf import DEFAULT_ALIAS
-from dlocks.core.lock import Lock, MultiLock
+from dlocks.core.lock import Lock
 from dlocks.core.options import KEY, KEYS, LOCK, KeyOptions, LockOptions, refuse_unknown
 from dlocks.core.shared import ReadWriteLock
 from dlocks.decorators import LockDecorator, refuse_bare
@@ -56,7 +56,7 @@ def db_lock(
     *more: str,
     using: str = ...,
     **options: Unpack[KeyOptions],
-) -> MultiLock: ...
+) -> Lock: ...
 
 
 @overload
@@ -76,7 +76,7 @@ def db_lock(key: Any, *more: str, using: str = DEFAULT_ALIAS, **options: Any) ->
             ...
 
     Several keys are all acquired or none. Their order does not matter, and no two
-    callers ever wait for each other. See ``MultiLock``.
+    callers ever wait for each other.
 
     ``using`` is an alias of the DLOCKS setting. All durations are seconds or a
     ``timedelta``. The other options are the policy:
@@ -132,7 +132,7 @@ def db_lock(key: Any, *more: str, using: str = DEFAULT_ALIAS, **options: Any) ->
             KEYS,
             busy="A decorator takes the lock on one key.",
         )
-        return MultiLock.of((key, *more), using=using, **options)
+        return Lock.on_keys((key, *more), using=using, **options)
     if options:
         refuse_unknown("db_lock()", options, KEY)
     if callable(key) or "busy" in options:

@@ -19,8 +19,6 @@ from dlocks import (
     Lock,
     LockShutDown,
     LockTimeout,
-    MultiHold,
-    MultiLock,
     ReadWriteLock,
     Waiter,
     current_hold,
@@ -153,16 +151,16 @@ def check_options() -> None:
 
 
 def check_several(keys: list[str]) -> None:
-    assert_type(db_lock("a", "b"), MultiLock)
+    assert_type(db_lock("a", "b"), Lock)
     with db_lock("a", "b", timeout=3) as hold:
-        assert_type(hold, MultiHold)
+        assert_type(hold, Hold)
         hold.renew(ttl=timedelta(minutes=1))
         assert_type([one.token for one in hold.holds], list[int])
     with db_lock("a", "b", "c").acquire() as hold:
         assert_type(hold.holds[0], Hold)
-    assert_type(db_lock(*keys), MultiLock)
+    assert_type(db_lock(*keys), Lock)
     tried = db_lock("a", "b").try_acquire(timeout=timedelta(seconds=1))
-    assert_type(tried, MultiHold | None)
+    assert_type(tried, Hold | None)
     if tried is not None:
         tried.release()
 
@@ -211,7 +209,7 @@ async def acheck_several() -> None:
     assert_type(await db_lock("a").atry_acquire(timeout=0.5), Hold | None)
     await db_lock("a").arelease()
     async with db_lock("a", "b") as hold:
-        assert_type(hold, MultiHold)
+        assert_type(hold, Hold)
         assert_type(await hold.aqueue_length(), int)
         await hold.arenew(ttl=60)
 

@@ -22,7 +22,7 @@ from dlocks.conf import backends
 from dlocks.core import callers, explain
 from dlocks.core.attempt import DONE, Attempt, Wakeup, ask_for
 from dlocks.core.callers import Acquired, Block, Caller, FrameId
-from dlocks.core.hold import Hold, MultiHold
+from dlocks.core.hold import Hold
 from dlocks.core.holding import Holding
 from dlocks.core.life import Entry
 from dlocks.core.losses import LossOfMember
@@ -166,7 +166,8 @@ class Acquisition:
         entries = tuple(map(attrgetter("entry"), self.attempts))
         hold: Hold = entries[0].hold.face
         if len(entries) > 1:
-            hold = MultiHold(self.lock, entries)
+            parts = [entry.hold for entry in entries]
+            hold = Hold(self.lock, parts, entries)
             if self._on_lost is not None:
                 # Before the last look, since it reports each loss that follows.
                 self._on_lost.holds[:] = [weakref.ref(hold)]

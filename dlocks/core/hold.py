@@ -8,6 +8,7 @@ from asyncio import _get_running_loop
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
+from operator import attrgetter
 from types import FrameType
 from typing import Any, ParamSpec, Self, TypeVar, cast
 
@@ -42,7 +43,7 @@ ensure_sync = partial(
 
 
 class Hold:
-    """One holding of one key, which ends by ``release()`` or is lost.
+    """One holding of a key, or of several, which ends by ``release()`` or is lost.
 
     Any thread with a reference to it may release it, unless only blocks of other
     callers use it. A ``with hold`` block in another thread or task is a use of its own,
@@ -52,19 +53,31 @@ class Hold:
     to be shown whole. ``waited`` is the seconds that the caller waited, 0 if the key
     was free. ``takeover`` says that the last holder never released the key. It may be
     false all the same for a key from the queue.
+
+    A hold of several keys has one of each key in ``holds``, and is held while all of
+    them are. Each ``acquire()`` of several keys returns a new one, to be released once.
+    ``tokens`` has the fencing token of each key, for what that key guards, and
+    ``token`` is the largest. It has no single ``owner``.
     """
 
-    def __init__(self, lock: LockPolicy, parts: Sequence[Holding]) -> None:
+    def __init__(
+        self, lock: LockPolicy, parts: Sequence[Holding], entries: Sequence[Entry] = ()
+    ) -> None:
         first = parts[0]
-        # The holding of each key.
+        # The holding of each key, and of several keys the entries to leave.
         self._parts = tuple(parts)
+        self._entries = tuple(entries)
+        # Kept here, because a holding forgets the object for its callers at its end.
+        self._holds: tuple[Hold, ...] = ()
+        if entries:
+            self._holds = tuple(part.face for part in parts)
         self.lock = lock
         self.backend: Backend = first.backend
         self.claim: Claim = first.claim
         self.scope: str = first.scope
-        self.token: int = first.token
-        self.takeover: bool = first.takeover
-        self.waited: float = first.waited
+        self.token: int = max(map(attrgetter("token"), parts))
+        self.takeover: bool = any(map(attrgetter("takeover"), parts))
+        self.waited: float = max(map(attrgetter("waited"), parts))
 
     def __repr__(self) -> str:
         keys = ", ".join(map(repr, self.keys))
@@ -91,7 +104,17 @@ class Hold:
         return {part.lock.key: part.token for part in self._parts}
 
     @property
+    def holds(self) -> tuple[Hold, ...]:
+        """Return the hold of each key, in the order of the keys."""
+        return self._holds or (self,)
+
+    @property
     def owner(self) -> str:
+        if self._entries:
+            raise AttributeError(
+                "A hold of several keys has no single owner. Each hold in 'holds' has"
+                " one."
+            )
         return self.claim.owner
 
     @property
@@ -101,10 +124,12 @@ class Hold:
 
     @property
     def held(self) -> bool:
-        """Return whether the key is certainly held. This does no I/O.
+        """Return whether each key is certainly held. This does no I/O.
 
         False may mean that the state is unknown.
         """
+        if self._entries and not self._is_open:
+            return False
         return all(part.held for part in self._parts)
 
     @property
@@ -120,12 +145,18 @@ class Hold:
     @property
     def age(self) -> float:
         """Return the seconds since the grant."""
-        return self._parts[0].lease.age
+        return max(part.lease.age for part in self._parts)
 
     def check(self) -> None:
-        """Check with the backend that the key is held, or raise LockLost."""
+        """Check with the backend that each key is held, or raise LockLost."""
         ensure_sync()
-        confirm.check(self._parts[0])
+        first, *others = self._parts
+        if others and self.held and self._is_alike:
+            claims = [part.claim for part in self._parts]
+            if first.ask(self.backend.verify, claims) and self.held:
+                return
+        for part in self._parts:
+            confirm.check(part)
 
     def renew(
         self, *, ttl: Duration | None = None, max_hold: Duration | None = None
@@ -139,7 +170,12 @@ class Hold:
         """
         ensure_sync()
         terms = confirm.checked_terms(ttl, max_hold, self._parts)
-        confirm.renew(self._parts[0], terms)
+        is_pinned = any(part.life.is_pinned for part in self._parts)
+        if self.held and self._is_alike and self.scope == "lease" and not is_pinned:
+            confirm.renew_together(self._parts, terms)
+        else:
+            for part in self._parts:
+                confirm.renew(part, terms)
 
     def release(self, *, failed: bool = False) -> None:
         """Leave the hold once. The last entry to be left releases the key.
@@ -151,6 +187,9 @@ class Hold:
         for people who read it. Raise LockLost if the hold was lost, because its work
         was perhaps not exclusive. Raise RuntimeError if only blocks of other callers
         use the hold.
+
+        Of several keys, this leaves the entries of this acquisition. Raise RuntimeError
+        if a block of another caller uses them.
         """
         ensure_sync()
         self._release(current_caller(), failed=failed)
@@ -212,6 +251,11 @@ class Hold:
         See ``dlocks.core.detach``.
         """
         ensure_sync()
+        if self._entries:
+            raise RuntimeError(
+                "A hold of several keys cannot be handed over. Detach each hold in"
+                " 'holds' instead."
+            )
         return detach(self._parts[0], within=within)
 
     # The same methods for coroutines.
@@ -291,11 +335,24 @@ class Hold:
         # Usually there are none. Several threads may begin the first one.
         return cast("Blocks", vars(self).setdefault("_open_blocks", Blocks()))
 
-    # The entries that ``release()`` leaves, if they are always the same ones.
-    _entries: tuple[Entry, ...] = ()
+    @property
+    def _is_open(self) -> bool:
+        """Return whether an entry of this acquisition, or of a block, is open."""
+        return any(
+            entry.hold.has_open(entry)
+            for entries in (self._entries, *self._blocks.entries)
+            for entry in entries
+        )
+
+    @property
+    def _is_alike(self) -> bool:
+        return len({part.scope for part in self._parts}) == 1
 
     def _release(self, caller: Caller, *, failed: bool = False) -> None:
-        self._parts[0].leave_one(caller, failed=failed)
+        if self._entries:
+            leave_together(self._entries, failed=failed, at_block_end=False, by=caller)
+        else:
+            self._parts[0].leave_one(caller, failed=failed)
 
     def _begin_block(self, frame: FrameType | None) -> None:
         caller = current_caller()
@@ -379,92 +436,3 @@ def leave_entries(entries: Sequence[Entry], *, failed: bool, block: bool) -> Non
         entries[0].hold.leave(entries[0], failed=failed, at_block_end=block)
     else:
         leave_together(entries, failed=failed, at_block_end=block)
-
-
-class MultiHold(Hold):
-    """The holding of several keys, with one hold per key in ``holds``.
-
-    It is held while all of them are. ``tokens`` has the fencing token of each key, for
-    what that key guards. ``token`` is the largest. Each ``acquire()`` returns a new
-    object, to be released once.
-    """
-
-    def __init__(self, lock: LockPolicy, entries: Sequence[Entry]) -> None:
-        parts = [entry.hold for entry in entries]
-        super().__init__(lock, parts)
-        self._entries = tuple(entries)
-        self.holds: tuple[Hold, ...] = tuple(part.face for part in parts)
-        self.token = max(part.token for part in parts)
-        self.takeover = any(part.takeover for part in parts)
-        self.waited = max(part.waited for part in parts)
-
-    @property
-    def owner(self) -> str:
-        raise AttributeError(
-            "A hold of several keys has no single owner. Each hold in 'holds' has one."
-        )
-
-    @property
-    def held(self) -> bool:
-        """Return whether all keys are certainly held, by this hold of them."""
-        return self._is_open and super().held
-
-    @property
-    def age(self) -> float:
-        return max(part.lease.age for part in self._parts)
-
-    def check(self) -> None:
-        ensure_sync()
-        first = self._parts[0]
-        claims = [part.claim for part in self._parts]
-        if not (
-            self.held
-            and self._is_alike
-            and first.ask(self.backend.verify, claims)
-            and self.held
-        ):
-            for part in self._parts:
-                confirm.check(part)
-
-    def renew(
-        self, *, ttl: Duration | None = None, max_hold: Duration | None = None
-    ) -> None:
-        ensure_sync()
-        terms = confirm.checked_terms(ttl, max_hold, self._parts)
-        is_pinned = any(part.life.is_pinned for part in self._parts)
-        if self.held and self._is_alike and self.scope == "lease" and not is_pinned:
-            confirm.renew_together(self._parts, terms)
-        else:
-            for part in self._parts:
-                confirm.renew(part, terms)
-
-    def release(self, *, failed: bool = False) -> None:
-        """Release the keys of this acquisition. To release again does nothing.
-
-        Raise RuntimeError if a block of another thread or task uses them.
-        """
-        ensure_sync()
-        self._release(current_caller(), failed=failed)
-
-    def detach(self, *, within: Duration | None = None) -> str:
-        raise RuntimeError(
-            "A hold of several keys cannot be handed over. Detach each hold in 'holds'"
-            " instead."
-        )
-
-    # Internal methods.
-
-    def _release(self, caller: Caller, *, failed: bool = False) -> None:
-        leave_together(self._entries, failed=failed, at_block_end=False, by=caller)
-
-    @property
-    def _is_open(self) -> bool:
-        return any(
-            entry.hold.has_open(entry)
-            for entries in (self._entries, *self._blocks.entries)
-            for entry in entries
-        )
-
-    @property
-    def _is_alike(self) -> bool:
-        return len({part.scope for part in self._parts}) == 1

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Never, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Never, TypeVar, cast
 
 from dlocks.conf import backends
 from dlocks.core import callers
@@ -16,7 +16,6 @@ from dlocks.core.claims import hold_at
 from dlocks.core.drive import TaskWakeup, ThreadWakeup, adrive, drive
 from dlocks.core.hold import (
     Hold,
-    MultiHold,
     aleave_block,
     leave_block,
     leave_entries,
@@ -43,12 +42,36 @@ AWAIT = "'async with', or 'await lock.aacquire()'"
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Lock(LockPolicy):
-    """A key and a policy, as returned by ``db_lock()``."""
+    """A key, or several, and a policy, as returned by ``db_lock()``.
 
-    # The locks of the single keys, if there are several.
-    locks: ClassVar[tuple[Lock, ...]] = ()
+    A lock on several keys is acquired when all of them are. All are requested at once
+    if the backend can. If one is busy, they are acquired one by one, in the order of
+    their bytes and each in its queue. So no two callers wait for each other.
+    ``timeout`` covers all keys together. When it passes, the keys acquired so far are
+    released. ``key`` lists all keys, for people, and ``locks`` has one lock per key.
+    """
+
+    # The locks of the single keys, in order, if there are several.
+    locks: tuple[Lock, ...] = ()
     # The open ``with`` blocks of this object. A copy has none of them.
     _blocks: Blocks = field(default_factory=Blocks, init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # The lock of each of several keys has checked itself.
+        if not self.locks:
+            LockPolicy.__post_init__(self)
+
+    @classmethod
+    def on_keys(cls, keys: Sequence[str], **options: Any) -> Lock:
+        """Return the lock on several keys. A duplicate key counts once."""
+        for key in keys:
+            check_key(key)
+        # Strings sort like their UTF-8, also behind a common prefix.
+        ordered = sorted(set(keys))
+        locks = tuple(cls(key=key, **options) for key in ordered)
+        # As the locks have them, with durations in seconds.
+        policy = {name: getattr(locks[0], name) for name in options}
+        return cls(key=", ".join(ordered), locks=locks, **policy)
 
     def __getstate__(self) -> list[Any]:
         return [getattr(self, one.name) for one in fields(self) if one.init]
@@ -58,6 +81,13 @@ class Lock(LockPolicy):
         for one, value in zip(named, state, strict=True):
             object.__setattr__(self, one.name, value)
         object.__setattr__(self, "_blocks", Blocks())
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Return the key, or all keys of a lock on several."""
+        if not self.locks:
+            return (self.key,)
+        return tuple(lock.key for lock in self.locks)
 
     def acquire(self, *args: Never, **options: Never) -> Hold:
         """Wait for the key up to ``timeout``, and return the hold.
@@ -105,51 +135,58 @@ class Lock(LockPolicy):
         self._release(current_caller())
 
     def held(self) -> bool:
-        """Return whether this caller holds the key. This does no I/O.
+        """Return whether this caller holds the key, or all keys. This does no I/O.
 
         The hold is one of this thread or task, or one that ``release()`` would release.
         """
-        backend, caller = backends[self.using], current_caller()
-        hold = hold_at(caller, (backend.identity, self._full_key(backend), self.shared))
-        if hold is not None and hold.count and hold.held:
-            return True
-        last = callers.last_acquired(self, caller)
-        return last is not None and last.hold.held
+        return self._is_held_by(current_caller())
 
     def holder(self) -> Holder | None:
-        """Return the holder of the key, or None.
+        """Return the holder of the key, or that of the first key that is held, or None.
 
         If a transaction keeps the key without a lease, the holder is its database
         session, which PostgreSQL finds. MariaDB and MySQL find it if there are waiters,
         and SQLite never. So None means there: free, or in a transaction.
         """
-        backend = backends[self.using]
-        ask = partial(backend.holder, self._full_key(backend))
-        return callers.read_outside(ask, backend, OUTSIDE_TIMEOUT)
+        for lock in self._each:
+            backend = backends[lock.using]
+            ask = partial(backend.holder, lock._full_key(backend))
+            holder = callers.read_outside(ask, backend, OUTSIDE_TIMEOUT)
+            if holder is not None:
+                return holder
+        return None
 
     def holders(self) -> list[Holder]:
-        """Return all holders of the key, in the order of their grants.
+        """Return all holders of the key, in the order of their grants, key by key.
 
         A semaphore, and a read lock, may have several. A stale one is included.
         """
-        backend = backends[self.using]
-        ask = partial(backend.inspector.holders, self._full_key(backend))
-        return list(callers.read_outside(ask, backend, OUTSIDE_TIMEOUT))
+        found: list[Holder] = []
+        for lock in self._each:
+            backend = backends[lock.using]
+            ask = partial(backend.inspector.holders, lock._full_key(backend))
+            found += callers.read_outside(ask, backend, OUTSIDE_TIMEOUT)
+        return found
 
     def waiters(self) -> list[Waiter]:
         """Return the callers that are queued for the key, in the order of the queue.
 
         There are none on a backend without a queue, nor with ``fair=False``.
         """
-        backend = backends[self.using]
-        key = self._full_key(backend)
-        ask = partial(backend.inspector.waiters, key, key.removesuffix(self.key))
-        return list(callers.read_outside(ask, backend, OUTSIDE_TIMEOUT))
+        found: list[Waiter] = []
+        for lock in self._each:
+            backend = backends[lock.using]
+            key = lock._full_key(backend)
+            ask = partial(backend.inspector.waiters, key, key.removesuffix(lock.key))
+            found += callers.read_outside(ask, backend, OUTSIDE_TIMEOUT)
+        return found
 
     def locked(self) -> bool:
-        """Return whether the key is held, as far as ``holder()`` can tell."""
-        holder = self.holder()
-        return holder is not None and not holder.stale
+        """Return whether a key is held, as far as ``holder()`` can tell."""
+        return any(
+            holder is not None and not holder.stale
+            for holder in map(Lock.holder, self._each)
+        )
 
     def __enter__(self) -> Hold:
         refuse_in_a_coroutine(AWAIT)
@@ -172,6 +209,11 @@ class Lock(LockPolicy):
 
         The fields of the key are filled from the arguments of the call.
         """
+        if self.locks:
+            raise TypeError(
+                "A lock on several keys cannot be a decorator. Use 'with db_lock(…)'"
+                " inside the function."
+            )
         return cast("F", decorate_with[0](self, function))
 
     # The same methods for coroutines. Each step runs in Django's sync thread, and the
@@ -239,6 +281,21 @@ class Lock(LockPolicy):
         def __getattr__(self, name: str) -> Never:
             raise no_attribute(self, name, METHODS.get(name))
 
+    @property
+    def _each(self) -> tuple[Lock, ...]:
+        """Return the lock of each key."""
+        return self.locks or (self,)
+
+    def _is_held_by(self, caller: Caller) -> bool:
+        last = callers.last_acquired(self, caller)
+        if last is not None and last.hold.held:
+            return True
+        if self.locks:
+            return all(lock._is_held_by(caller) for lock in self.locks)
+        backend = backends[self.using]
+        hold = hold_at(caller, (backend.identity, self._full_key(backend), self.shared))
+        return hold is not None and hold.count > 0 and hold.held
+
     def _key_of_tenant(self) -> str | None:
         """Return the first full key, or None if the prefix is fixed or not known."""
         backend = backends[self.using]
@@ -278,88 +335,6 @@ class Lock(LockPolicy):
         finally:
             acquiring.discard(caller)
         return hold
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class MultiLock(Lock):
-    """A lock on several keys, as returned by ``db_lock()``.
-
-    It is acquired when all keys are. All are requested at once if the backend can. If
-    one is busy, they are acquired one by one, in the order of their bytes and each in
-    its queue. So no two callers wait for each other. ``timeout`` covers all keys
-    together. When it passes, the keys acquired so far are released. ``key`` lists all
-    keys, for people.
-    """
-
-    # One lock per key, in order.
-    locks: tuple[Lock, ...] = ()  # type: ignore[misc]
-
-    def __post_init__(self) -> None:
-        """Check nothing. The lock of each key checks itself."""
-
-    @classmethod
-    def of(cls, keys: Sequence[str], **options: Any) -> MultiLock:
-        """Return the lock on the keys. A duplicate key counts once."""
-        for key in keys:
-            check_key(key)
-        # Strings sort like their UTF-8, also behind a common prefix.
-        ordered = sorted(set(keys))
-        locks = tuple(Lock(key=key, **options) for key in ordered)
-        # As the locks have them, with durations in seconds.
-        policy = {name: getattr(locks[0], name) for name in options}
-        return cls(key=", ".join(ordered), locks=locks, **policy)
-
-    # These return the hold of several keys. Type checkers need to know.
-    if TYPE_CHECKING:
-
-        def acquire(self, *args: Never, **options: Never) -> MultiHold: ...
-        def try_acquire(
-            self, *, timeout: Duration | None = 0.0
-        ) -> MultiHold | None: ...
-        def __enter__(self) -> MultiHold: ...
-        async def aacquire(self, *args: Never, **options: Never) -> MultiHold: ...
-        async def atry_acquire(
-            self,
-            *,
-            timeout: Duration | None = 0.0,  # noqa: ASYNC109
-        ) -> MultiHold | None: ...
-        async def __aenter__(self) -> MultiHold: ...
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        return tuple(lock.key for lock in self.locks)
-
-    def __call__(self, function: Any) -> Any:
-        raise TypeError(
-            "A lock on several keys cannot be a decorator. Use 'with db_lock(…)' inside"
-            " the function."
-        )
-
-    def holder(self) -> Any:
-        """Return the holder of the first key that is held, or None."""
-        return next(
-            (holder for lock in self.locks if (holder := lock.holder()) is not None),
-            None,
-        )
-
-    def holders(self) -> list[Holder]:
-        """Return the holders of all keys, in the order of the keys."""
-        return [holder for lock in self.locks for holder in lock.holders()]
-
-    def waiters(self) -> list[Waiter]:
-        """Return the callers that are queued for any of the keys, key by key."""
-        return [waiter for lock in self.locks for waiter in lock.waiters()]
-
-    def locked(self) -> bool:
-        """Return whether any of the keys is held, as far as ``holder()`` can tell."""
-        return any(lock.locked() for lock in self.locks)
-
-    def held(self) -> bool:
-        """Return whether this caller holds all keys. This does no I/O."""
-        last = callers.last_acquired(self, current_caller())
-        return (last is not None and last.hold.held) or all(
-            lock.held() for lock in self.locks
-        )
 
 
 def _limit(timeout: Duration | None) -> float | None:

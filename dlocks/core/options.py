@@ -43,7 +43,7 @@ class LockOptions(_Wait, _Times, RunOptions, total=False):
     """The options of ``db_rwlock()`` and ``db_semaphore()``."""
 
 
-class KeyOptions(LockOptions, _Shared, total=False):
+class KeyOptions(_Wait, _Times, RunOptions, _Shared, total=False):
     """The options of ``db_lock()``, which describes them."""
 
 

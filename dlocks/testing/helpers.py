@@ -17,7 +17,7 @@ from dlocks.backends.base import Backend
 from dlocks.backends.database.backend import DatabaseBackend
 from dlocks.backends.memory import MemoryBackend
 from dlocks.conf import DEFAULT_ALIAS, backends
-from dlocks.core.hold import Hold, MultiHold
+from dlocks.core.hold import Hold
 from dlocks.core.lock import Lock
 from dlocks.exceptions import LockError
 from dlocks.runtime import clock
@@ -234,9 +234,8 @@ def _live(hold: Hold | str, using: str) -> Hold:
         if not found:
             raise RuntimeError(f"This process has no lease on {hold!r}.")
         hold = cast("Hold", found[0].face)
-    if isinstance(hold, MultiHold):
-        # The loss of the first hold is the loss of all.
-        hold = hold.holds[0]
+    # The loss of the first hold is the loss of all.
+    hold = hold.holds[0]
     if hold.scope != "lease" or not hold.held:
         raise RuntimeError(
             f"{hold!r} is not a live lease. Acquire it outside a transaction, or use"

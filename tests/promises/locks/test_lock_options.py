@@ -11,11 +11,10 @@ from django.test import RequestFactory
 from django.views import View
 
 from dlocks import (
+    Hold,
     LeaderElection,
     Lock,
     LockTimeout,
-    MultiHold,
-    MultiLock,
     ReadWriteLock,
     SingleInstance,
     db_lock,
@@ -430,10 +429,10 @@ def test_the_kinds_of_locks_have_their_types():
         return await hold.aqueue_length()
 
     assert type(db_lock("a")) is Lock
-    assert type(db_lock("a", "b")) is MultiLock
+    assert type(db_lock("a", "b")) is Lock
     assert type(db_rwlock("a")) is ReadWriteLock
     with db_lock("a", "b") as hold:
-        assert type(hold) is MultiHold
+        assert type(hold) is Hold
         assert [one.key for one in hold.holds] == ["a", "b"]
         assert hold.queue_length() == asyncio.run(length(hold)) == 0
     for lock, shown in (
@@ -446,7 +445,7 @@ def test_the_kinds_of_locks_have_their_types():
         (db_lock("a", max_hold=timedelta(days=30)), "<Lock 'a' max_hold=2592000>"),
         (db_lock("a", on_lost=print), "<Lock 'a' on_lost=print>"),
         (db_lock("a", note="b"), "<Lock 'a' note='b'>"),
-        (db_lock("b", "a", timeout=0), "<MultiLock 'a', 'b' timeout=0>"),
+        (db_lock("b", "a", timeout=0), "<Lock 'a', 'b' timeout=0>"),
         (db_semaphore("a", 3), "<Lock 'a' shared=True permits=3>"),
         (db_rwlock("a").read(), "<Lock 'a' shared=True>"),
         (db_rwlock("a", scope="lease"), "<ReadWriteLock 'a' scope='lease'>"),

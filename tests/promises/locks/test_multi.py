@@ -65,10 +65,21 @@ def test_several_keys_are_one_lock_in_the_order_of_their_bytes():
     keys = ["\U0001f600", "ß", "a", "Z", "z", "é", "\uffff"]
     assert list(db_lock(*keys).keys) == sorted(keys, key=str.encode)
     with lock as hold:
-        assert repr(hold) == "<MultiHold 'a', 'b' count=1 held>"
-    assert repr(hold) == "<MultiHold 'a', 'b' count=0 ended or lost>"
+        assert repr(hold) == "<Hold 'a', 'b' count=1 held>"
+    assert repr(hold) == "<Hold 'a', 'b' count=0 ended or lost>"
     with pytest.raises(RuntimeError, match="has been released"), hold:
         pytest.fail("the block was entered")
+
+
+def test_a_hold_has_the_hold_of_each_key():
+    """A hold of one key, also of one that was named twice, has itself."""
+    with db_lock("a", "b") as hold:
+        assert [one.key for one in hold.holds] == ["a", "b"]
+        assert [one.token for one in hold.holds] == list(hold.tokens.values())
+    for lock in (db_lock("c"), db_lock("c", "c")):
+        with lock as hold:
+            assert hold.holds == (hold,)
+            assert hold.owner
 
 
 # Many keys.

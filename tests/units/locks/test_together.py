@@ -39,15 +39,15 @@ def test_a_block_that_begins_during_a_release_keeps_its_keys(monkeypatch, thread
 def test_a_loss_before_the_caller_has_the_hold_is_no_silent_one(monkeypatch):
     """One of the keys is lost after the last wait. All are acquired again."""
     lost, made = [], []
-    usual = acquire.MultiHold
+    usual = acquire.Hold
 
-    def make(lock, entries):
+    def make(lock, parts, entries):
         if not made:
             entries[0].hold.lose("it was cleared")
-        made.append(usual(lock, entries))
+        made.append(usual(lock, parts, entries))
         return made[-1]
 
-    monkeypatch.setattr(acquire, "MultiHold", make)
+    monkeypatch.setattr(acquire, "Hold", make)
     with db_lock("a", "b", using="memory", on_lost=lost.append) as hold:
         assert hold.held
     assert len(made) == 2
