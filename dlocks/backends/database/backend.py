@@ -193,16 +193,17 @@ class DatabaseBackend(Backend):
                 self._refuse(claim)
             return grant
         try:
-            if not claim.shared:
+            # Twice, because others create a new key at the same time. A step would lock
+            # its row against all of them.
+            for _ in range(0 if claim.shared else 2):
                 if (token := self.take(claim)) is not None:
                     return Grant(token)
-                key = self.store.peek(claim.key)
-                if key is None:
+                if (key := self.store.peek(claim.key)) is None:
                     self.store.create([claim.key])
-                    if (token := self.take(claim)) is not None:
-                        return Grant(token)
                 elif not key.is_free and key.row.owner != claim.owner:
                     return None
+                else:
+                    break
             # A writer that also reads waits for its own row, since it cannot queue.
             is_own = bool(claim.beside)
             wait = STEP_WAIT if is_own else ROW_WAIT
