@@ -4,13 +4,15 @@ No lock is held while a user edits.
 """
 
 from dlocks.exceptions import StaleToken, StaleVersion
-from dlocks.optimistic.fenced import FencedManager, FencedModel
-from dlocks.optimistic.fenced_queryset import FencedQuerySet
+from dlocks.optimistic.fenced import FencedManager, FencedModel, FencedQuerySet
 from dlocks.optimistic.retry import retry_on_conflict
 from dlocks.optimistic.trigger import AddVersionTrigger, RemoveVersionTrigger
 from dlocks.optimistic.version_field import VersionField
-from dlocks.optimistic.versioned import VersionedModel
-from dlocks.optimistic.versioned_queryset import VersionedManager, VersionedQuerySet
+from dlocks.optimistic.versioned import (
+    VersionedManager,
+    VersionedModel,
+    VersionedQuerySet,
+)
 
 __all__ = [
     "AddVersionTrigger",

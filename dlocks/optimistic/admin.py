@@ -5,13 +5,11 @@ If a row has changed since it was read, an edit saves nothing and shows both ver
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from django.contrib import admin, messages
 from django.contrib.admin.models import LogEntry
-from django.contrib.admin.options import TO_FIELD_VAR, get_content_type_for_model
-from django.contrib.admin.utils import unquote
+from django.contrib.admin.options import get_content_type_for_model
 from django.core import checks
 from django.core.signing import BadSignature
 from django.db import connections, router
@@ -31,11 +29,11 @@ from dlocks.optimistic.forms import (
 from dlocks.transactions import TransactionMarker
 
 
-class _CheckForm:
-    """A system check that the project's own form carries the version."""
+class _Versioned:
+    """The form, the formset of inlines, and a check that a form has the version."""
 
-    form: Any
-    formset: Any = VersionedFormSet
+    form: Any = VersionedModelForm
+    formset: Any = VersionedInlineFormSet
 
     def check(self, **kwargs: Any) -> list[checks.CheckMessage]:
         messages: list[checks.CheckMessage] = super().check(**kwargs)  # type: ignore[misc]
@@ -55,7 +53,7 @@ class _CheckForm:
         return messages
 
 
-class VersionedModelAdmin(_CheckForm, admin.ModelAdmin):  # type: ignore[type-arg]
+class VersionedModelAdmin(_Versioned, admin.ModelAdmin):  # type: ignore[type-arg]
     """A ModelAdmin for a VersionedModel.
 
     The version of the displayed row is part of the change form, of the lists'
@@ -63,7 +61,8 @@ class VersionedModelAdmin(_CheckForm, admin.ModelAdmin):  # type: ignore[type-ar
     version when the form is submitted, nothing is written, and the page shows both.
     """
 
-    form = VersionedModelForm
+    # The formset of the list.
+    formset = VersionedFormSet
 
     def changeform_view(self, request: HttpRequest, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -132,18 +131,9 @@ class VersionedModelAdmin(_CheckForm, admin.ModelAdmin):  # type: ignore[type-ar
 
         The version is in the address of the page that asks for confirmation.
         """
-        read = partial(
-            self.get_object, request, unquote(object_id), self._to_field(request)
-        )
-        shown = read()
-        if shown is None or not self.has_delete_permission(request, shown):
-            return super().delete_view(request, object_id, extra_context)
         try:
-            if unsign_version(shown, request.GET.get(TOKEN, "")) == version_of(shown):
-                # Django reads the object again.
-                request._dlocks_shown = version_of(shown)  # type: ignore[attr-defined]
+            if request.method != "POST" or TOKEN in request.GET:
                 return super().delete_view(request, object_id, extra_context)
-            raise StaleVersion(self.model, shown.pk, None, version_of(shown))
         except BadSignature:
             pass
         except StaleVersion:
@@ -155,13 +145,19 @@ class VersionedModelAdmin(_CheckForm, admin.ModelAdmin):  # type: ignore[type-ar
                     "%(object)s has changed in the meantime and was not deleted. Review"
                     " the changes before you confirm again."
                 )
-                % {"object": shown},
+                % {"object": request._dlocks_shown},  # type: ignore[attr-defined]
                 messages.ERROR,
             )
+        # Ask again. If the object is gone, Django reports it there.
+        return HttpResponseRedirect(request.get_full_path())
+
+    def render_delete_form(self, request: HttpRequest, context: Any) -> HttpResponse:
         query = request.GET.copy()
-        # The current version. If the object is gone, Django reports it there.
-        query[TOKEN] = sign_version(read() or shown)
-        return HttpResponseRedirect(f"{request.path}?{query.urlencode()}")
+        query[TOKEN] = sign_version(context["object"])
+        if query != request.GET:
+            return HttpResponseRedirect(f"{request.path}?{query.urlencode()}")
+        response: HttpResponse = super().render_delete_form(request, context)
+        return response
 
     def save_model(
         self, request: HttpRequest, obj: Any, form: Any, change: Any
@@ -171,22 +167,14 @@ class VersionedModelAdmin(_CheckForm, admin.ModelAdmin):  # type: ignore[type-ar
 
     def delete_model(self, request: HttpRequest, obj: Any) -> None:
         _watch(request, obj)
-        shown = getattr(request, "_dlocks_shown", version_of(obj))
-        if version_of(obj) != shown:
-            error = StaleVersion(self.model, obj.pk, shown, version_of(obj))
-            error.instance = obj
-            raise error
+        if TOKEN in request.GET:
+            request._dlocks_shown = obj  # type: ignore[attr-defined]
+            shown, found = unsign_version(obj, request.GET[TOKEN]), version_of(obj)
+            if found != shown:
+                error = StaleVersion(self.model, obj.pk, shown, found)
+                error.instance = obj
+                raise error
         super().delete_model(request, obj)
-
-    def _to_field(self, request: HttpRequest) -> str | None:
-        """Return the field by which the address names the object.
-
-        Django's own view refuses a field that is not allowed.
-        """
-        to_field = request.POST.get(TO_FIELD_VAR, request.GET.get(TO_FIELD_VAR))
-        return (
-            to_field if to_field and self.to_field_allowed(request, to_field) else None
-        )
 
 
 def _set_change(form: Any, logged: Any) -> None:
@@ -224,14 +212,9 @@ def _is_committed(request: Any) -> bool:
     return marker is not None and marker.committed
 
 
-class _VersionedInline(_CheckForm):
-    form: Any = VersionedModelForm
-    formset: Any = VersionedInlineFormSet
-
-
-class VersionedTabularInline(_VersionedInline, admin.TabularInline):  # type: ignore[type-arg]
+class VersionedTabularInline(_Versioned, admin.TabularInline):  # type: ignore[type-arg]
     """A TabularInline for a VersionedModel, in a VersionedModelAdmin."""
 
 
-class VersionedStackedInline(_VersionedInline, admin.StackedInline):  # type: ignore[type-arg]
+class VersionedStackedInline(_Versioned, admin.StackedInline):  # type: ignore[type-arg]
     """A StackedInline for a VersionedModel, in a VersionedModelAdmin."""

@@ -201,12 +201,8 @@ class CheckedModel(models.Model):
         ):
             # The row has never been there.
             state.adding = True
-        elif found is None or not self._matches(found, held):
+        elif found != held:
             raise self._error(held, found)
-
-    def _matches(self, found: int, held: int) -> bool:
-        """Return whether a row with this value may be written."""
-        return found == held
 
     def _error(self, held: int, found: int | None) -> StaleVersion | StaleToken:
         """Return the error for a row with another value, or None without a row."""
