@@ -13,7 +13,7 @@ from django.utils.safestring import SafeString, mark_safe
 from django.utils.text import capfirst
 from django.utils.translation import gettext as _
 
-from dlocks.admin.targets import Target
+from dlocks.admin.changes import Target
 from dlocks.core.lease import slow_after
 from dlocks.models import ClaimState, LockState
 from dlocks.operations import (
@@ -159,23 +159,14 @@ def who_html(held: LockRow, name: str | None = None) -> SafeString | str:
 
 
 def badge(shown: LockRow) -> SafeString:
-    return format_html(
-        '<span class="dlocks-state dlocks-{}">{}</span>', style(shown), label(shown)
-    )
-
-
-def style(shown: LockRow) -> str:
+    """Return the state in words and, by its class, in colour."""
+    style, label = str(shown.state), state_of(shown)
     if is_kept(shown):
-        return "kept"
-    return "resting" if is_resting(shown) else str(shown.state)
-
-
-def label(shown: LockRow) -> str:
-    """Return the state in words."""
-    if is_resting(shown):
+        style = "kept"
+    elif is_resting(shown):
         # min_hold is the name of an option.
-        return _("resting (%(option)s)") % {"option": "min_hold"}
-    return state_of(shown)
+        style, label = "resting", _("resting (%(option)s)") % {"option": "min_hold"}
+    return format_html('<span class="dlocks-state dlocks-{}">{}</span>', style, label)
 
 
 def time_html(value: Any, ago: float) -> SafeString:

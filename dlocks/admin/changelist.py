@@ -123,17 +123,6 @@ class LockList(AliasChangeList):
 
     def get_results(self, request: HttpRequest) -> None:
         self.chosen = chosen_state(request.GET.get(StateFilter.parameter_name))
-        if self.chosen == "free":
-            self._locks(request)
-            if self._find_kept(request):
-                self._locks(request)
-            super().get_results(request)
-        else:
-            self._read(request)
-        self._add_claims(request)
-
-    def _read(self, request: HttpRequest) -> None:
-        """Read the locks in use and their totals by one statement."""
         locks = self._locks(request)
         if self._find_kept(request):
             locks = self._locks(request)
@@ -144,9 +133,13 @@ class LockList(AliasChangeList):
         self.show_full_result_count = self.show_admin_actions = True
         self.show_all = self.can_show_all = False
         self.multi_page = self.paginator.num_pages > 1
+        self._add_claims(request)
 
     def _locks(self, request: HttpRequest) -> Any:
-        """Return the locks of the filter. Count those of the search in each state."""
+        """Return the locks of the filter. Count those of the search in each state.
+
+        The locks in use and their totals come from one statement.
+        """
         found, _duplicates = self.model_admin.get_search_results(
             request, self.root_queryset, self.query
         )
@@ -166,6 +159,8 @@ class LockList(AliasChangeList):
             name: sum(is_shown(lock, name) for lock in locks) for name in FILTERS
         }
         self.totals["waiters"] = sum(lock.waiting for lock in locks)
+        if self.chosen == LockState.FREE:
+            return self.queryset
         return [lock for lock in locks if is_shown(lock, self.chosen)]
 
     def _count(self, found: Any, kept: Kept) -> dict[str, int]:
@@ -204,11 +199,12 @@ class LockList(AliasChangeList):
         """Add the first waiters and the first shared holds to each lock."""
         admin: Any = self.model_admin
         cells = admin.cells(request)
-        locks = self.result_list = list(self.result_list)
-        for lock in locks:
+        for lock in self.result_list:
             lock.cells = cells
             lock.queue, lock.held_shares = [], []
-        found = {lock.pk: lock for lock in locks if lock.waiting or lock.shares}
+        found = {
+            lock.pk: lock for lock in self.result_list if lock.waiting or lock.shares
+        }
         if not found:
             return
         position = Window(

@@ -1,20 +1,21 @@
-"""What the actions and the buttons of the admin change."""
+"""What the actions and the buttons of the admin end."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, Self, cast
+from urllib.parse import unquote
 
 from django.contrib import messages
 from django.contrib.admin import helpers
 from django.db.models import Q
 from django.http import HttpRequest
 from django.utils.translation import gettext as _
-from django.utils.translation import ngettext_lazy
+from django.utils.translation import gettext_lazy, ngettext_lazy
 
 from dlocks import audit
 from dlocks.admin.base import Source
-from dlocks.admin.targets import Kind, Target, from_form
 from dlocks.backends.database.backend import DatabaseBackend
 from dlocks.exceptions import LockBackendError
 from dlocks.models import ClaimState, LockState, ResourceLock
@@ -26,6 +27,7 @@ from dlocks.operations import (
     describe,
     end_share,
     in_row,
+    is_column,
     is_key,
     locks_of,
     shares,
@@ -39,6 +41,7 @@ MOST = 400
 # Locks that one message names.
 NAMED = 10
 
+Kind = Literal["lock", "share", "claim"]
 STALE = Q(state__in=[ClaimState.STALE, ClaimState.DEAD])
 
 # What the user reads about the keys of an action.
@@ -64,6 +67,59 @@ UNCHANGED: Any = ngettext_lazy(
     "%(count)d locks were left unchanged (%(reason)s): %(keys)s",
     "count",
 )
+# The entry in Django's log for what was done, and to what.
+LOGGED: dict[tuple[audit.What, Kind], Any] = {
+    ("clear", "lock"): gettext_lazy("Cleared the stale lock held by %(holder)s."),
+    ("clear", "share"): gettext_lazy(
+        "Cleared the stale shared lock held by %(holder)s."
+    ),
+    ("force_release", "lock"): gettext_lazy(
+        "Forced the release of the lock held by %(holder)s."
+    ),
+    ("force_release", "share"): gettext_lazy(
+        "Forced the release of the shared lock held by %(holder)s."
+    ),
+    ("take_out", "claim"): gettext_lazy(
+        "Removed a dead claim from the queue: %(holder)s."
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Target:
+    """What an operator ends.
+
+    It is a lock with its version, a shared hold with its token, or a claim with its id.
+    """
+
+    key: str
+    kind: Kind
+    number: int
+
+    @classmethod
+    def parse(cls, field: str) -> Self:
+        """Return the target from a field of a form, or raise ValueError."""
+        kind, number, key = field.split(" ", 2)
+        if kind not in {"lock", "share", "claim"} or not is_column(int(number)):
+            raise ValueError(field)
+        return cls(unquote(key), cast("Kind", kind), int(number))
+
+    @classmethod
+    def of(cls, shown: LockRow) -> Self:
+        if isinstance(shown, ResourceLock):
+            return cls(shown.pk, "lock", shown.version)
+        if shown.version is not None:
+            return cls(shown.key_resource, "share", shown.version)
+        return cls(shown.key_resource, "claim", shown.pk)
+
+    @property
+    def field(self) -> str:
+        return f"{self.kind} {self.number} {to_form(self.key)}"
+
+
+def to_form(key: str) -> str:
+    # Browsers send every line break in a form as CR LF.
+    return key.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 
 def stale_of(admin: Any, request: HttpRequest, found: Any) -> list[Target] | None:
@@ -122,29 +178,13 @@ def rows_of(
     """Return each target with its present row, or with None if it has changed."""
     targets = list(targets)
     keys = [one.key for one in targets if is_key(backend, one.key)]
-    numbers: dict[Kind, list[int]] = {"lock": [], "share": [], "claim": []}
-    for target in targets:
-        numbers[target.kind].append(target.number)
+    numbers = [one.number for one in targets]
     found = [
-        *locks_of(backend, keys).filter(pk__in=keys, version__in=numbers["lock"]),
-        *claims(backend, keys).filter(version__in=numbers["share"]),
+        *locks_of(backend, keys).filter(pk__in=keys, version__in=numbers),
+        *claims(backend, keys).filter(version__in=numbers),
     ]
     now = {Target.of(one): one for one in found}
     return [(target, now.get(target)) for target in targets]
-
-
-def clear_stale(admin: Any, request: HttpRequest, targets: Iterable[Target]) -> None:
-    """Clear the targets that are stale."""
-    _end(admin, request, targets, audit.STALE, stale_only=True)
-
-
-def force(
-    admin: Any, request: HttpRequest, targets: Iterable[Target], reason: str
-) -> None:
-    """End the holds. Raise ValueError if the reason is invalid."""
-    reason = audit.reason_of(reason)
-    holds = [target for target in targets if target.kind != "claim"]
-    _end(admin, request, holds, reason, stale_only=False)
 
 
 def _selected(
@@ -161,7 +201,7 @@ def _selected(
         # The page's queryset would drop a lock that no longer matches its filter.
         # Such a lock must be reported.
         fields = request.POST.getlist(helpers.ACTION_CHECKBOX_NAME)
-        chosen = list(map(from_form, fields))
+        chosen = list(map(unquote, fields))
         keys = [key for key in chosen if is_key(backend, key)]
         found = locks_of(backend, keys).in_bulk(keys)
         selected = {key: found.get(key) for key in chosen}
@@ -180,25 +220,27 @@ def _is_accepted(admin: Any, request: HttpRequest, number: int) -> bool:
     return False
 
 
-def _end(
-    admin: Any,
-    request: HttpRequest,
-    targets: Iterable[Target],
-    reason: str,
-    *,
-    stale_only: bool,
+def end(
+    admin: Any, request: HttpRequest, targets: Iterable[Target], reason: str | None
 ) -> None:
     """End each target that has not changed since it was shown.
 
-    Write each change to the logs, and report the result to the user.
+    If the reason is None, clear the stale ones. Otherwise end the holds, or raise
+    ValueError if the reason is invalid. Write each change to the logs, and report the
+    result to the user.
     """
+    if stale_only := reason is None:
+        reason = audit.STALE
+    else:
+        reason = audit.reason_of(reason)
+        targets = [target for target in targets if target.kind != "claim"]
     backend = Source.of(request).database
     done: dict[audit.What, list[str]] = {}
     refused: dict[str, list[str]] = {}
     trouble = None
     for target in targets:
         try:
-            what, lost, change = _end_one(backend, target, stale_only)
+            what, lost = _end_one(backend, target, stale_only)
         except NotCleared as refusal:
             refused.setdefault(str(refusal), []).append(target.key)
         except LockBackendError as error:
@@ -206,6 +248,7 @@ def _end(
             break
         else:
             done.setdefault(what, []).append(target.key)
+            change = LOGGED[what, target.kind]
             change %= {"holder": describe(lost, on_page=True)}
             why = _("Reason: %(reason)s") % {"reason": printable(reason)}
             entry = ResourceLock(pk=target.key)
@@ -236,26 +279,16 @@ def _end(
 
 def _end_one(
     backend: DatabaseBackend, target: Target, stale_only: bool
-) -> tuple[audit.What, LockRow, str]:
+) -> tuple[audit.What, LockRow]:
     """End a target that has not changed, or raise NotCleared.
 
-    Return the action, the row before it, and the entry for Django's log.
+    Return what was done, and the row before it.
     """
     if target.kind == "claim":
-        claim = take_out(backend, target.key, target.number)
-        return "take_out", claim, _("Removed a dead claim from the queue: %(holder)s.")
-    if target.kind == "share":
-        end: Callable[..., LockRow] = end_share
-        cleared = _("Cleared the stale shared lock held by %(holder)s.")
-        forced = _("Forced the release of the shared lock held by %(holder)s.")
-    else:
-        end = clear
-        cleared = _("Cleared the stale lock held by %(holder)s.")
-        forced = _("Forced the release of the lock held by %(holder)s.")
-    lost = end(backend, target.key, target.number, stale_only=stale_only)
-    if stale_only:
-        return "clear", lost, cleared
-    return "force_release", lost, forced
+        return "take_out", take_out(backend, target.key, target.number)
+    act = end_share if target.kind == "share" else clear
+    lost = act(backend, target.key, target.number, stale_only=stale_only)
+    return "clear" if stale_only else "force_release", lost
 
 
 def _named(keys: list[str]) -> str:

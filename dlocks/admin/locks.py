@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -23,8 +22,8 @@ from dlocks.admin import cells, changes
 from dlocks.admin.base import ReadOnlyAdmin, Source
 from dlocks.admin.cells import Cells
 from dlocks.admin.changelist import LockList, StateFilter
+from dlocks.admin.changes import Target, to_form
 from dlocks.admin.past import Past
-from dlocks.admin.targets import Target, to_form
 from dlocks.audit import REASON_LENGTH
 from dlocks.backends.base import Backend
 from dlocks.backends.database.backend import DatabaseBackend
@@ -327,26 +326,20 @@ class ResourceLockAdmin(ReadOnlyAdmin):
         backend, row = Source.of(request).database, self.cells(request).row
         has_row = lock.begin_time is not None or bool(lock.status)
         of_key = claims(backend, [lock.pk])
-        sharing: Any = of_key.filter(version__isnull=False)
-        queued = list(of_key.filter(version__isnull=True)[: SHOWN + 1])
-        shares = list(sharing[: SHOWN + 1])
-        holds: Sequence[Any] = shares[:SHOWN]
+        holds, more_shares = _first(of_key.filter(version__isnull=False))
+        queued, more_waiters = _first(of_key.filter(version__isnull=True))
         if has_row and in_row(lock) and lock.state != LockState.FREE:  # type: ignore[attr-defined]
             holds = [lock, *holds]
         waits = backend.inspector.waits_of([lock])[lock.pk] if holds else []
         return {
             "holds": [row(hold) for hold in holds],
             "is_free": backend.keepers.finds_all,
-            "more_shares": max(0, sharing.count() - SHOWN) if shares[SHOWN:] else 0,
+            "more_shares": more_shares,
             "queue": [
                 {**row(claim), "position": position}
-                for position, claim in with_positions(queued[:SHOWN])
+                for position, claim in with_positions(queued)
             ],
-            "more_waiters": (
-                max(0, of_key.filter(version__isnull=True).count() - SHOWN)
-                if queued[SHOWN:]
-                else 0
-            ),
+            "more_waiters": more_waiters,
             "waits": [
                 {
                     "holder": name_of(claim),
@@ -373,7 +366,7 @@ class ResourceLockAdmin(ReadOnlyAdmin):
     def clear_stale_locks(self, request: HttpRequest, queryset: Any) -> None:
         targets = changes.stale_of(self, request, queryset)
         if targets is not None:
-            changes.clear_stale(self, request, targets)
+            changes.end(self, request, targets, None)
 
     @admin.action(
         description=gettext_lazy("Force release"), permissions=["force_release"]
@@ -403,12 +396,12 @@ class ResourceLockAdmin(ReadOnlyAdmin):
             text = _("The confirmation is incomplete. Nothing was changed.")
             self.message_user(request, text, messages.ERROR)
         elif act == "clear":
-            changes.clear_stale(self, request, targets)
+            changes.end(self, request, targets, None)
         elif "reason" not in request.POST:
             return self._confirmation(request, targets, back=back)
         else:
             try:
-                changes.force(self, request, targets, request.POST["reason"])
+                changes.end(self, request, targets, request.POST["reason"])
             except ValueError as error:
                 return self._confirmation(request, targets, back=back, error=str(error))
         return HttpResponseRedirect(back)
@@ -462,6 +455,13 @@ class ResourceLockAdmin(ReadOnlyAdmin):
             return address
         query = Source.of(request).query
         return f"{start}?{urlencode(query)}" if query else start
+
+
+def _first(claims: Any) -> tuple[list[Any], int]:
+    """Return the first claims, and the number of the others."""
+    found = list(claims[: SHOWN + 1])
+    more = max(0, claims.count() - SHOWN) if found[SHOWN:] else 0
+    return found[:SHOWN], more
 
 
 def _more(number: int) -> SafeString | str:
