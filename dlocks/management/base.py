@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
@@ -61,10 +62,6 @@ def seconds_of(option: str, duration: Any) -> float:
         raise CommandError(f"{error}.") from error
 
 
-# Django 6.1 has renamed it.
-create_savepoint = getattr(transaction, "savepoint_create", transaction.savepoint)
-
-
 class LockCommand(BaseCommand):
     """A command for the locks of one alias."""
 
@@ -77,15 +74,19 @@ class LockCommand(BaseCommand):
     @no_translations
     def handle(self, *args: Any, **options: Any) -> None:
         backend = self._backend(options["using"])
-        database, savepoint = backend.database, None
+        database = backend.database
+        savepoint: Any = nullcontext()
         try:
             if database and connections[database].in_atomic_block:
                 # No error must abort the caller's transaction.
-                savepoint = create_savepoint(using=database)
-            _commit_each_statement(database)
-            self.work(backend, **options)
+                savepoint = transaction.atomic(using=database)
+            elif database and connections[database].connection is None:
+                # No caller has used the connection. With ``"AUTOCOMMIT": False`` in
+                # DATABASES, nothing would commit what a command does.
+                connections[database].set_autocommit(True)
+            with savepoint:
+                self.work(backend, **options)
         except (LockBackendError, Error) as error:
-            _roll_back(savepoint, database)
             if is_unmigrated(error):
                 cause = (
                     error.__cause__ if isinstance(error, LockBackendError) else error
@@ -116,22 +117,3 @@ class LockCommand(BaseCommand):
                 f" command. {why}"
             )
         return backend
-
-
-def _roll_back(savepoint: str | None, database: str) -> None:
-    """Roll a caller's transaction back to a savepoint, if there is one."""
-    if savepoint is not None:
-        try:
-            transaction.savepoint_rollback(savepoint, using=database)
-        except Error:
-            # The server has ended the whole transaction, or the session.
-            transaction.set_rollback(True, using=database)
-
-
-def _commit_each_statement(database: str) -> None:
-    """Turn autocommit on if no caller has used the connection.
-
-    With ``"AUTOCOMMIT": False`` in DATABASES, nothing would commit what a command does.
-    """
-    if database and (wrapper := connections[database]).connection is None:
-        wrapper.set_autocommit(True)

@@ -36,47 +36,45 @@ class Command(LockCommand):
 
     def work(self, backend: Any, **options: Any) -> None:
         idle_for, dry_run = options["idle_for"], options["dry_run"]
+        will = "would be " if dry_run else ""
         if not isinstance(backend, DatabaseBackend):
             if idle_for is not None:
                 raise CommandError("--idle-for is only for rows in a database.")
             nodes = backend.reap(dry_run=dry_run)
-            will = "would be " if dry_run else ""
             self.stdout.write(f"{_plural(nodes, 'unused node')} {will}deleted.")
             return
         history_for = seconds_of("--history-for", options["history_for"])
-        will = "would be " if dry_run else ""
-        idle = None if idle_for is None else seconds_of("--idle-for", idle_for)
-        results = []
-        freed = deleted = forgotten = 0
+        counts = {"freed": 0, "deleted": 0, "forgotten": 0}
+        # Deletion comes first, so that a dry run counts the same rows. Each batch is
+        # its own committed transaction.
+        batches = {}
+        if idle_for is not None:
+            idle = seconds_of("--idle-for", idle_for)
+            batches["deleted"] = backend.maintenance.purge(idle, dry_run=dry_run)
+        batches["freed"] = backend.maintenance.reap(dry_run=dry_run)
+        batches["forgotten"] = backend.records.delete_older_than(
+            history_for, dry_run=dry_run
+        )
         try:
-            # Deletion comes first, so that a dry run counts the same rows. Each batch
-            # is its own committed transaction.
-            if idle is not None:
-                for number in backend.maintenance.purge(idle, dry_run=dry_run):
-                    deleted += number
-                results.append(f"{_plural(deleted, 'unused row')} {will}deleted")
-            for number in backend.maintenance.reap(dry_run=dry_run):
-                freed += number
-            results.insert(0, f"{_plural(freed, 'stale lock')} {will}cleared")
-            for number in backend.records.delete_older_than(
-                history_for, dry_run=dry_run
-            ):
-                forgotten += number
-            if forgotten or backend.history:
-                records = _plural(forgotten, "record")
-                results.append(f"{records} of the history {will}deleted")
+            for name, numbers in batches.items():
+                for number in numbers:
+                    counts[name] += number
         finally:
             # The log also records what was done before an error.
-            if (freed or deleted or forgotten) and not dry_run:
+            if any(counts.values()) and not dry_run:
                 audit.reaped(
-                    freed=freed,
-                    deleted=deleted,
-                    forgotten=forgotten,
+                    **counts,
                     by=audit.operator(),
                     via="reap_locks",
                     alias=backend.alias,
                     database=backend.database,
                 )
+        results = [f"{_plural(counts['freed'], 'stale lock')} {will}cleared"]
+        if idle_for is not None:
+            results.append(f"{_plural(counts['deleted'], 'unused row')} {will}deleted")
+        if counts["forgotten"] or backend.history:
+            records = _plural(counts["forgotten"], "record")
+            results.append(f"{records} of the history {will}deleted")
         self.stdout.write(", ".join(results) + ".")
 
 
