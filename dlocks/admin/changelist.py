@@ -9,7 +9,6 @@ from django.core.paginator import Paginator
 from django.db.models import Case, Count, F, Q, Sum, Value, When, Window
 from django.db.models.functions import RowNumber
 from django.http import HttpRequest
-from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy
 
 from dlocks.admin.base import AliasChangeList, Source
@@ -22,14 +21,18 @@ from dlocks.values import Kept
 CLAIMS = 3
 # Locks in use that are read at once, so that their totals are those of the rows.
 MOST = 5000
-HAS_WAITERS = Q(waiting__gt=0)
-# The condition of each filter.
-FILTERS: dict[str, Q] = {
-    "": ~Q(state=LockState.FREE) | HAS_WAITERS,
-    "held": Q(state=LockState.HELD),
-    "shared": Q(state=LockState.SHARED),
-    "stale": Q(state=LockState.STALE),
-    "waiting": HAS_WAITERS,
+# The label of each filter, the states that it shows, and whether it shows locks with
+# waiters in any state.
+FILTERS: dict[str, tuple[Any, list[LockState], bool]] = {
+    "": (
+        gettext_lazy("in use"),
+        [LockState.HELD, LockState.SHARED, LockState.STALE],
+        True,
+    ),
+    "held": (gettext_lazy("held"), [LockState.HELD], False),
+    "shared": (gettext_lazy("shared"), [LockState.SHARED], False),
+    "stale": (gettext_lazy("stale"), [LockState.STALE], False),
+    "waiting": (gettext_lazy("waiting"), [], True),
 }
 
 
@@ -50,13 +53,16 @@ def maybe_in_use(locks: Any, kept: Kept) -> Any:
     )
 
 
+def condition(chosen: str) -> Q:
+    _label, states, with_waiters = FILTERS[chosen]
+    found = Q(state__in=states)
+    return found | Q(waiting__gt=0) if with_waiters else found
+
+
 def is_shown(lock: LockRow, chosen: str) -> bool:
-    """Return whether a filter shows a lock, as its condition does."""
-    if chosen == "waiting":
-        return bool(lock.waiting)
-    if chosen:
-        return bool(lock.state == chosen)
-    return bool(lock.state != LockState.FREE or lock.waiting)
+    """Return whether a lock meets the condition of a filter."""
+    _label, states, with_waiters = FILTERS[chosen]
+    return lock.state in states or (with_waiters and lock.waiting > 0)
 
 
 def chosen_state(value: str | None) -> str:
@@ -72,20 +78,15 @@ class StateFilter(admin.SimpleListFilter):
     template = "admin/dlocks/resourcelock/states.html"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Any:
-        return [
-            ("held", _("held")),
-            ("shared", _("shared")),
-            ("stale", _("stale")),
-            ("waiting", _("waiting")),
-            ("free", _("free")),
-        ]
+        labels = [(name, label) for name, (label, *_rest) in FILTERS.items()]
+        return [*labels, ("free", gettext_lazy("free"))]
 
     @property
     def chosen(self) -> str:
         return chosen_state(self.value())
 
     def choices(self, changelist: Any) -> Any:
-        for value, text in [("", _("in use")), *self.lookup_choices]:
+        for value, text in self.lookup_choices:
             total = "waiters" if value == "waiting" else value
             yield {
                 "name": value or "all",
@@ -103,7 +104,7 @@ class StateFilter(admin.SimpleListFilter):
             # The row alone says it, so that no claims have to be counted.
             is_over = Q(end_time__lte=Once(0), shares=0) & ~ResourceLock.LEFT
             return queryset.filter(is_over).exclude(pk__in=kept.transactions)
-        return maybe_in_use(queryset, kept).filter(FILTERS[self.chosen])
+        return maybe_in_use(queryset, kept).filter(condition(self.chosen))
 
 
 class LockList(AliasChangeList):
@@ -166,8 +167,8 @@ class LockList(AliasChangeList):
     def _count(self, found: Any, kept: Kept) -> dict[str, int]:
         totals: dict[str, Any] = {
             # A name must not be that of a column.
-            f"total_{name}": Count("pk", filter=shown)
-            for name, shown in FILTERS.items()
+            f"total_{name}": Count("pk", filter=condition(name))
+            for name in FILTERS
         }
         totals["total_waiters"] = Sum("waiting")
         counted = maybe_in_use(found, kept).order_by().aggregate(**totals)

@@ -19,8 +19,8 @@ from dlocks.text import moment, printable, shown_duration
 MINUTES, LONGEST = 60, 6
 # Holds in the timeline of a key, and rows in which overlapping holds are drawn.
 HOLDS, LANES = 60, 6
-# Sizes of the charts, in units of their view boxes.
-WIDTH, HEIGHT, LANE = 1000, 100, 14
+# The width of the timeline and the height of its rows, in units of its view box.
+WIDTH, LANE = 1000, 14
 
 
 class Past:
@@ -32,33 +32,16 @@ class Past:
         self.admin = admin
         self.request = request
         self.lock = lock
-        self.source = Source.of(request)
-
-    @cached_property
-    def has_history(self) -> bool:
-        return self.source.rows is not None and self.source.rows.history
-
-    @cached_property
-    def may_view_history(self) -> bool:
-        """Return whether the user may see ended holds, here as in their own list."""
-        return bool(self.request.user.has_perm("dlocks.view_holdrecord"))
-
-    @cached_property
-    def is_shown(self) -> bool:
-        return self.has_history and self.may_view_history
-
-    @cached_property
-    def has_part(self) -> bool:
-        """Return whether the page has a part about the past.
-
-        Without a history, it says how to switch it on.
-        """
-        return self.may_view_history or not self.has_history
-
-    @cached_property
-    def _ended(self) -> Any:
-        ended = self.source.select(HoldRecord.objects.all())
-        return ended.filter(key_resource=self.lock.pk) if self.lock else ended
+        source = Source.of(request)
+        self.has_history = source.rows is not None and source.rows.history
+        # Users may see ended holds here as in their own list.
+        may_view = request.user.has_perm("dlocks.view_holdrecord")
+        self.is_shown = self.has_history and may_view
+        # Without a history, the page says how to switch it on.
+        self.has_part = may_view or not self.has_history
+        self._ended: Any = source.select(HoldRecord.objects.all())
+        if lock is not None:
+            self._ended = self._ended.filter(key_resource=lock.pk)
 
     @cached_property
     def contention(self) -> dict[str, Any]:
@@ -83,22 +66,16 @@ class Past:
             sum(row[name] for row in found.values()) for name in ("holds", "waits")
         )
         most = max((row["holds"] for row in found.values()), default=0)
-        step = WIDTH / MINUTES
-        bars = []
-        for minute, row in found.items():
-            total, waited = (
-                _part(row[name], most, HEIGHT) for name in ("holds", "waits")
-            )
-            bars.append(
-                {
-                    "x": _unit((MINUTES - 1 - minute) * step + step * 0.1),
-                    "width": _unit(step * 0.8),
-                    "total": {"y": _unit(HEIGHT - total), "height": _unit(total)},
-                    "waited": {"y": _unit(HEIGHT - waited), "height": _unit(waited)},
-                    "title": _("%(minute)d min ago: %(holds)d (%(waits)d had waited)")
-                    % {"minute": minute, "holds": row["holds"], "waits": row["waits"]},
-                }
-            )
+        bars = [
+            {
+                "x": MINUTES - 1 - minute,
+                "holds": _part(row["holds"], most, 100),
+                "waits": _part(row["waits"], most, 100),
+                "title": _("%(minute)d min ago: %(holds)d (%(waits)d had waited)")
+                % {"minute": minute, "holds": row["holds"], "waits": row["waits"]},
+            }
+            for minute, row in found.items()
+        ]
         return {
             "bars": bars,
             "most": most,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from django.db import connections, models, router, transaction
 
@@ -105,6 +105,11 @@ class CheckedModel(models.Model):
             state: Any = self._state
             state.before = self.__dict__.get(self._checked_field().attname)
             state.is_compared = False
+            # Whether this copies the instance into another database. Values that were
+            # read from a replica are written to the primary.
+            state.is_copy = state.db not in {None, using} and (
+                using != router.db_for_write(type(self), instance=self)
+            )
             if concrete._meta.parents and self._compares(
                 force_insert, False, update_fields
             ):
@@ -128,12 +133,14 @@ class CheckedModel(models.Model):
         """Write one table, and restore the field if that fails."""
         state: Any = self._state
         state.is_raw = raw
-        if self._is_checked(cls):
-            if state.adding and not (raw or force_update or update_fields):
-                # Prevent Django's UPDATE of an existing row with this key, which was
-                # not read.
-                force_insert = True
-            state.is_copy = _is_copy(self, using)
+        if (
+            self._is_checked(cls)
+            and state.adding
+            and not (raw or force_update or update_fields)
+        ):
+            # Prevent Django's UPDATE of an existing row with this key, which was not
+            # read.
+            force_insert = True
         try:
             updated = super()._save_table(  # type: ignore[misc]
                 raw, cls, force_insert, force_update, using, update_fields
@@ -194,10 +201,10 @@ class CheckedModel(models.Model):
 
     def _check_refusal(self, using: str, held: int) -> None:
         """Raise the error of a write that matched no row, if it was the comparison."""
-        state, found = self._state, self._found(using)
+        state, found = cast("Any", self._state), self._found(using)
         inserted = getattr(state, "inserted", None)
         if found is None and (
-            _is_copy(self, using) or (inserted is not None and inserted.was_rolled_back)
+            state.is_copy or (inserted is not None and inserted.was_rolled_back)
         ):
             # The row has never been there.
             state.adding = True
@@ -242,14 +249,6 @@ def note_inserted(instances: Any, using: str | None) -> None:
     marker = TransactionMarker.before_callbacks(connections[using])  # type: ignore[index]
     for instance in instances:
         instance._state.inserted = marker
-
-
-def _is_copy(instance: models.Model, using: str | None) -> bool:
-    """Return whether saving there copies the instance into another database."""
-    # Values that were read from a replica are written to the primary.
-    return instance._state.db not in {None, using} and using != router.db_for_write(
-        type(instance), instance=instance
-    )
 
 
 def current_rows(rows: Any, lock: bool = False) -> Any:

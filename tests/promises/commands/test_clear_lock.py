@@ -103,6 +103,7 @@ def test_stale_only_keeps_live_holds():
     assert (rows.now("a").version, rows.now("b").state) == (1000, "free")
 
 
+@pytest.mark.django_db(transaction=True)
 def test_a_lock_that_changed_hands_during_the_question_is_kept(answer):
     """The command clears only the hold that it showed.
 
