@@ -173,6 +173,11 @@ def in_row(lock: LockRow) -> bool:
     )
 
 
+def is_exclusive(lock: LockRow) -> bool:
+    """Return whether the row describes a present exclusive hold."""
+    return lock.state != LockState.FREE and in_row(lock)
+
+
 def state_of(lock: LockRow) -> str:
     """Return the label of the state of a lock or a claim.
 

@@ -26,8 +26,8 @@ from dlocks.operations import (
     clear,
     describe,
     end_share,
-    in_row,
     is_column,
+    is_exclusive,
     is_key,
     locks_of,
     shares,
@@ -138,7 +138,7 @@ def stale_of(admin: Any, request: HttpRequest, found: Any) -> list[Target] | Non
         Target(key, "lock", 0 if lock is None else lock.version)
         for key, lock in selected.items()
         if lock is None
-        or (lock.state == LockState.STALE and in_row(lock))
+        or (lock.state == LockState.STALE and is_exclusive(lock))
         or key not in claimed
     ]
     return targets if _is_accepted(admin, request, len(targets)) else None
@@ -159,7 +159,7 @@ def held_of(
         *(
             lock
             for lock in selected.values()
-            if lock is not None and lock.state != LockState.FREE and in_row(lock)
+            if lock is not None and is_exclusive(lock)
         ),
     ]
     targets = sorted((Target.of(hold) for hold in holds), key=lambda one: one.key)

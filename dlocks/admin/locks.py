@@ -34,6 +34,7 @@ from dlocks.operations import (
     LockRow,
     claims,
     in_row,
+    is_exclusive,
     is_key,
     mode,
     name_of,
@@ -119,7 +120,11 @@ class ResourceLockAdmin(ReadOnlyAdmin):
             return None
         if not is_key(backend, object_id):
             return None
-        return shown(backend, object_id) or ResourceLock(pk=object_id)
+        lock = shown(backend, object_id)
+        if lock is None:
+            lock = ResourceLock(pk=object_id)
+            lock.state = LockState.FREE  # type: ignore[attr-defined]
+        return lock
 
     def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> Any:
         source = Source.of(request)
@@ -258,7 +263,7 @@ class ResourceLockAdmin(ReadOnlyAdmin):
 
     @admin.display(description=gettext_lazy("Action"))
     def act(self, lock: LockRow) -> Any:
-        if not in_row(lock) or lock.state == LockState.FREE:
+        if not is_exclusive(lock):
             return None
         return lock.cells.buttons(lock, cells.identity(lock.pk)) or None
 
@@ -324,11 +329,10 @@ class ResourceLockAdmin(ReadOnlyAdmin):
     def _now(self, request: HttpRequest, lock: ResourceLock) -> dict[str, Any]:
         """Return the holds and the queue of a key."""
         backend, row = Source.of(request).database, self.cells(request).row
-        has_row = lock.begin_time is not None or bool(lock.status)
         of_key = claims(backend, [lock.pk])
         holds, more_shares = _first(of_key.filter(version__isnull=False))
         queued, more_waiters = _first(of_key.filter(version__isnull=True))
-        if has_row and in_row(lock) and lock.state != LockState.FREE:  # type: ignore[attr-defined]
+        if is_exclusive(lock):
             holds = [lock, *holds]
         waits = backend.inspector.waits_of([lock])[lock.pk] if holds else []
         return {
@@ -355,7 +359,7 @@ class ResourceLockAdmin(ReadOnlyAdmin):
                     "ended": cells.time_html(lock.end_time, -lock.seconds_left),  # type: ignore[attr-defined]
                     "token": str(lock.version),
                 }
-                if has_row and not holds and lock.holder
+                if lock.holder and not holds
                 else None
             ),
         }

@@ -11,8 +11,8 @@ from django.http import HttpRequest
 from django.utils.translation import gettext as _
 
 from dlocks.admin.base import Source
-from dlocks.models import HoldRecord, LockState
-from dlocks.operations import LockRow, in_row, name_of, state_of
+from dlocks.models import HoldRecord
+from dlocks.operations import LockRow, is_exclusive, name_of, state_of
 from dlocks.text import moment, printable, shown_duration
 
 # Minutes of history, and the number of longest holds shown.
@@ -161,12 +161,7 @@ class Past:
     def _current(self) -> tuple[float, float, dict[str, Any]] | None:
         """Return the present exclusive hold of the key."""
         lock = self.lock
-        if (
-            lock is None
-            or lock.begin_time is None
-            or not in_row(lock)
-            or lock.state == LockState.FREE
-        ):
+        if lock is None or lock.begin_time is None or not is_exclusive(lock):
             return None
         record = {
             "ending": "now",

@@ -18,8 +18,8 @@ from dlocks.operations import (
     clear,
     describe,
     end_share,
-    in_row,
     in_transaction,
+    is_exclusive,
     is_kept,
     shares,
     shown,
@@ -135,7 +135,9 @@ class Command(LockCommand):
             raise CommandError(
                 f"{name} has no shared hold with token {token}. Nothing was changed."
             )
-        if lock.state != LockState.FREE and not in_row(lock):
+        if lock.state == LockState.FREE:
+            return None
+        if not is_exclusive(lock):
             self.stdout.write(f"{name} is shared:")
             for share in shares(backend, [key])[:SHOWN]:
                 self.stdout.write(f"    {_held_by(share)}")
@@ -143,7 +145,7 @@ class Command(LockCommand):
                 f"{name} is shared. Pass --share TOKEN to end one shared hold. Nothing"
                 " was changed."
             )
-        return None if lock.state == LockState.FREE else lock
+        return lock
 
     def _ask(self, what: str, *, is_stale: bool) -> None:
         if not sys.stdin.isatty():
@@ -161,9 +163,7 @@ class Command(LockCommand):
 
 
 def _state(lock: LockRow) -> str:
-    if lock.state == LockState.FREE or not in_row(lock):
-        return state_of(lock)
-    return _held_by(lock)
+    return _held_by(lock) if is_exclusive(lock) else state_of(lock)
 
 
 def _held_by(hold: LockRow) -> str:

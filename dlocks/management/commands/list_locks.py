@@ -22,6 +22,7 @@ from dlocks.operations import (
     LockRow,
     describe,
     in_row,
+    is_exclusive,
     is_kept,
     is_resting,
     is_session,
@@ -171,8 +172,7 @@ def _rows(
 def _lines(lock: LockRow, prefix: str, limit: float) -> Iterator[str]:
     """Yield the line of a lock, after one with its key if the key is too long."""
     # The row of a shared key describes only its last exclusive holder.
-    alone, kept = in_row(lock), is_kept(lock)
-    taken = alone and lock.state != LockState.FREE
+    alone, taken, kept = in_row(lock), is_exclusive(lock), is_kept(lock)
     facts = FACTS.format(
         _state(lock),
         lock.waiting,
@@ -239,13 +239,11 @@ def _width(text: str) -> int:
 
 
 def _lock_fields(lock: LockRow, prefix: str) -> dict[str, Any]:
-    alone = in_row(lock)
-    taken = alone and lock.state != LockState.FREE
     return {
         "key": lock.pk.removeprefix(prefix),
         "status": lock.status,
-        **_who_fields(lock, known=alone),
-        **_hold_fields(lock, known=taken),
+        **_who_fields(lock, known=in_row(lock)),
+        **_hold_fields(lock, known=is_exclusive(lock)),
         "waiting": lock.waiting,
         "sharing": lock.sharing,
     }
