@@ -144,14 +144,10 @@ class LockList(AliasChangeList):
         found, _duplicates = self.model_admin.get_search_results(
             request, self.root_queryset, self.query
         )
-        keys = (
-            maybe_in_use(found, Source.of(request).kept)
-            .order_by()
-            .values_list("pk", flat=True)
-        )
-        mine = list(keys[: MOST + 1])
+        maybe = maybe_in_use(found, Source.of(request).kept).order_by()
+        mine = list(maybe.values_list("pk", flat=True)[: MOST + 1])
         if len(mine) > MOST:
-            self.totals = self._count(found, Source.of(request).kept)
+            self.totals = self._count(maybe)
             return self.queryset
         ordering = self.get_ordering(request, found)
         locks = list(found.filter(pk__in=mine).order_by(*ordering))
@@ -164,17 +160,16 @@ class LockList(AliasChangeList):
             return self.queryset
         return [lock for lock in locks if is_shown(lock, self.chosen)]
 
-    def _count(self, found: Any, kept: Kept) -> dict[str, int]:
+    def _count(self, found: Any) -> dict[str, int]:
         totals: dict[str, Any] = {
             # A name must not be that of a column.
             f"total_{name}": Count("pk", filter=condition(name))
             for name in FILTERS
         }
         totals["total_waiters"] = Sum("waiting")
-        counted = maybe_in_use(found, kept).order_by().aggregate(**totals)
         return {
             name.removeprefix("total_"): int(total or 0)
-            for name, total in counted.items()
+            for name, total in found.aggregate(**totals).items()
         }
 
     def _find_kept(self, request: HttpRequest) -> bool:

@@ -25,7 +25,10 @@ class CheckedModel(models.Model):
 
     @classmethod
     def _checked_field(cls) -> Any:
-        """Return the field that is compared. It may be in a parent's table."""
+        """Return the field that is compared.
+
+        Its ``model`` may be a parent, which has a table of its own.
+        """
         raise NotImplementedError
 
     def _held(self) -> int:
@@ -134,7 +137,7 @@ class CheckedModel(models.Model):
         state: Any = self._state
         state.is_raw = raw
         if (
-            self._is_checked(cls)
+            cls is self._checked_field().model
             and state.adding
             and not (raw or force_update or update_fields)
         ):
@@ -149,7 +152,7 @@ class CheckedModel(models.Model):
             if not raw and state.before is not None:
                 setattr(self, self._checked_field().attname, state.before)
             raise
-        if not updated and self._is_checked(cls):
+        if not updated and cls is self._checked_field().model:
             note_inserted([self], using)
         return updated
 
@@ -166,7 +169,7 @@ class CheckedModel(models.Model):
     ) -> Any:
         """Write the row of one table, and compare the field in the WHERE clause."""
         field, held, after = self._checked_field(), None, None
-        if self._is_checked(base_qs.model):
+        if base_qs.model is field.model:
             state: Any = self._state
             values = [value for value in values if value[0] != field]
             if state.is_raw:
@@ -216,14 +219,6 @@ class CheckedModel(models.Model):
         error = self._stale(type(self), self.pk, held, found)
         error.instance = self
         return error
-
-    def _is_checked(self, model: type[models.Model]) -> bool:
-        """Return whether this model's table contains the field.
-
-        In multi-table inheritance, the parents and the child have separate tables.
-        """
-        owner = self._checked_field().model._meta.concrete_model
-        return owner is model._meta.concrete_model
 
     def _rows(self, using: str) -> Any:
         """Return this instance's row in the table with the field."""

@@ -38,12 +38,15 @@ def token_of(hold: HasToken | int) -> int:
 
 
 def write_token(model: Any, using: str, keys: Iterable[Any], token: int) -> int:
-    """Write the token into the rows with these keys that have no newer one.
+    """Write the token into the rows that have no newer one.
 
-    ``model`` has the fence in its own table. Return the number of rows.
+    ``keys`` are those in the table with the fence, which may be a parent's. Return the
+    number of rows.
     """
-    rows = model._base_manager.using(using).filter(pk__in=keys, fence__lte=token)
-    written: int = rows._update([(model._meta.get_field("fence"), None, token)])
+    fence = model._meta.get_field("fence")
+    rows = fence.model._base_manager.using(using)
+    rows = rows.filter(pk__in=keys, fence__lte=token)
+    written: int = rows._update([(fence, None, token)])
     return written
 
 
@@ -64,10 +67,8 @@ class FencedQuerySet(models.QuerySet[M]):
         self._for_write = True
         with transaction.atomic(using=self.db):
             rows = self.using(self.db).filter(pk=pk)
-            owner, keys = self._owner(), [pk]
-            if owner is not self.model._meta.concrete_model:
-                keys = rows._keys()
-            claimed = write_token(owner, self.db, keys, token)
+            keys = [pk] if self._key_name() == "pk" else rows._keys()
+            claimed = write_token(self.model, self.db, keys, token)
             rows = current_rows(rows)
             # A row that was inserted since is not claimed.
             instance = rows.get() if claimed else rows.filter(fence__gt=token).get()
@@ -108,17 +109,17 @@ class FencedQuerySet(models.QuerySet[M]):
         self._for_write = True
         with transaction.atomic(using=self.db):
             rows: Any = self.using(self.db)
-            owner, keys = self._owner(), rows._keys()
-            if write_token(owner, self.db, keys, self._token) < len(keys):
-                newer = owner._base_manager.using(self.db)
-                newer = newer.filter(pk__in=keys, fence__gt=self._token)
+            keys = rows._keys()
+            written = {f"{self._key_name()}__in": keys}
+            if write_token(self.model, self.db, keys, self._token) < len(keys):
+                newer = self.model._base_manager.using(self.db)
+                newer = newer.filter(**written, fence__gt=self._token)
                 newer = current_rows(newer.order_by("fence"))
                 if found := newer.values_list("pk", "fence").last():
                     raise StaleToken(self.model, found[0], self._token, found[1])
             # The rows that were written above and are locked. Others may have begun to
             # match since, and some of these may have ceased to.
-            written = {f"{self._key_name()}__in": keys, "fence": self._token}
-            rows = current_rows(rows.filter(**written))
+            rows = current_rows(rows.filter(**written, fence=self._token))
             updated = super(FencedQuerySet, rows).update(**kwargs)
         self._result_cache = None
         return updated
@@ -169,12 +170,9 @@ class FencedQuerySet(models.QuerySet[M]):
             " row and then save() or delete() it."
         )
 
-    def _owner(self) -> Any:
-        """Return the model whose table contains the fence."""
-        return self.model._meta.get_field("fence").model._meta.concrete_model
-
     def _key_name(self) -> str:
-        link = self.model._meta.get_ancestor_link(self._owner())
+        fence: Any = self.model._meta.get_field("fence")
+        link = self.model._meta.get_ancestor_link(fence.model)
         return link.attname if link else "pk"
 
     def _keys(self) -> list[Any]:
@@ -259,10 +257,9 @@ class FencedModel(CheckedModel):
         """
         token, state = token_of(hold), cast("Any", self._state)
         using = using or router.db_for_write(type(self), instance=self)
-        model: Any = self._checked_field().model._meta.concrete_model
         current = current_rows(type(self)._base_manager.using(using))
-        keys = [self._get_pk_val(model._meta)]
-        if not write_token(model, using, keys, token):
+        keys = [self._get_pk_val(self._checked_field().model._meta)]
+        if not write_token(type(self), using, keys, token):
             newer = current.get(pk=self.pk, fence__gt=token)
             raise self._error(token, newer.fence)
         self.refresh_from_db(from_queryset=current)

@@ -96,7 +96,7 @@ class VersionedQuerySet(models.QuerySet[M]):
         ):
             return super().bulk_update(objs, fields, batch_size)
         # The key in the table that contains the version, which may be a parent's.
-        model: Any = field.model._meta.concrete_model
+        model: Any = field.model
         rows = {obj._get_pk_val(model._meta): obj for obj in objs}
         held = {pk: obj._held() for pk, obj in rows.items()}
         if len(held) < len(objs):
