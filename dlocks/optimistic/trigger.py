@@ -11,70 +11,6 @@ from django.db.migrations.operations.base import Operation
 
 from dlocks.optimistic.version_field import STEPS, VersionField, version_field
 
-
-class AddVersionTrigger(Operation):
-    """Replace a row's version at each UPDATE that leaves it as it was.
-
-    Put it into a migration after the model has its VersionField. Writes of raw SQL and
-    of other programs then make loaded instances stale, as ``QuerySet.update()`` does.
-    The statements of a VersionedModel set the version themselves. A write that changes
-    only ``ignore_fields`` is left alone.
-
-    On SQLite, Django drops the trigger whenever it rebuilds a table. There, and for a
-    field that is added to a model with ``ignore_fields``, put the operation again into
-    the migration that changes the model. Put it also behind a ``RenameField`` of the
-    version: elsewhere, each UPDATE fails while the trigger has the old name.
-    """
-
-    reduces_to_sql = True
-    reversible = True
-
-    def __init__(self, model_name: str) -> None:
-        self.model_name = model_name
-
-    def state_forwards(self, app_label: str, state: Any) -> None:
-        """Leave the state, which has no triggers."""
-
-    def database_forwards(
-        self, app_label: str, schema_editor: Any, from_state: Any, to_state: Any
-    ) -> None:
-        self._execute([REMOVED, ADDED], app_label, schema_editor, to_state)
-
-    def database_backwards(
-        self, app_label: str, schema_editor: Any, from_state: Any, to_state: Any
-    ) -> None:
-        self._execute([REMOVED], app_label, schema_editor, to_state)
-
-    def describe(self) -> str:
-        return f"Add a trigger for the version of {self.model_name}"
-
-    @property
-    def migration_name_fragment(self) -> str:
-        return f"{self.model_name.lower()}_version_trigger"
-
-    def _execute(self, steps: Any, app_label: str, editor: Any, state: Any) -> None:
-        connection = editor.connection
-        model = state.apps.get_model(app_label, self.model_name)
-        if self.allow_migrate_model(connection.alias, model):
-            facts = _facts(connection, model)
-            for step in steps:
-                for statement in step[connection.vendor]:
-                    editor.execute(statement.format(**facts), params=None)
-
-
-class RemoveVersionTrigger(AddVersionTrigger):
-    """Remove the trigger of ``AddVersionTrigger``."""
-
-    def database_forwards(self, *args: Any) -> None:
-        super().database_backwards(*args)
-
-    def database_backwards(self, *args: Any) -> None:
-        super().database_forwards(*args)
-
-    def describe(self) -> str:
-        return f"Remove the trigger for the version of {self.model_name}"
-
-
 # How each engine names the time in microseconds, a random step above the old version,
 # and whether a column has changed. "{column}" is a quoted name.
 POSTGRESQL = """
@@ -116,8 +52,6 @@ CHANGED = {
     "mysql": "NOT (HEX(CONCAT(NEW.{column})) <=> HEX(CONCAT(OLD.{column})))",
     "sqlite": "NEW.{column} IS NOT OLD.{column}",
 }
-
-
 CALL = """
 CREATE TRIGGER {name} BEFORE UPDATE ON {table} FOR EACH ROW EXECUTE FUNCTION {name}()
 """
@@ -128,6 +62,69 @@ REMOVED = {
     "mysql": [DROP],
     "sqlite": [DROP],
 }
+
+
+class _VersionTrigger(Operation):
+    """Execute statements about the trigger of a model with a VersionField."""
+
+    forwards: list[dict[str, list[str]]]
+    backwards: list[dict[str, list[str]]]
+    verb: str
+
+    def __init__(self, model_name: str) -> None:
+        self.model_name = model_name
+
+    def state_forwards(self, app_label: str, state: Any) -> None:
+        """Leave the state, which has no triggers."""
+
+    def database_forwards(
+        self, app_label: str, schema_editor: Any, from_state: Any, to_state: Any
+    ) -> None:
+        self._execute(self.forwards, app_label, schema_editor, to_state)
+
+    def database_backwards(
+        self, app_label: str, schema_editor: Any, from_state: Any, to_state: Any
+    ) -> None:
+        self._execute(self.backwards, app_label, schema_editor, to_state)
+
+    def describe(self) -> str:
+        return f"{self.verb} trigger for the version of {self.model_name}"
+
+    @property
+    def migration_name_fragment(self) -> str:
+        return f"{self.model_name.lower()}_version_trigger"
+
+    def _execute(self, steps: Any, app_label: str, editor: Any, state: Any) -> None:
+        connection = editor.connection
+        model = state.apps.get_model(app_label, self.model_name)
+        if self.allow_migrate_model(connection.alias, model):
+            facts = _facts(connection, model)
+            for step in steps:
+                for statement in step[connection.vendor]:
+                    editor.execute(statement.format(**facts), params=None)
+
+
+class AddVersionTrigger(_VersionTrigger):
+    """Replace a row's version at each UPDATE that leaves it as it was.
+
+    Put it into a migration after the model has its VersionField. Writes of raw SQL and
+    of other programs then make loaded instances stale, as ``QuerySet.update()`` does.
+    The statements of a VersionedModel set the version themselves. A write that changes
+    only ``ignore_fields`` is left alone.
+
+    On SQLite, Django drops the trigger whenever it rebuilds a table. There, and for a
+    field that is added to a model with ``ignore_fields``, put the operation again into
+    the migration that changes the model. Put it also behind a ``RenameField`` of the
+    version: elsewhere, each UPDATE fails while the trigger has the old name.
+    """
+
+    forwards, backwards, verb = [REMOVED, ADDED], [REMOVED], "Add a"
+
+
+class RemoveVersionTrigger(_VersionTrigger):
+    """Remove the trigger of ``AddVersionTrigger``."""
+
+    forwards, backwards, verb = [REMOVED], [REMOVED, ADDED], "Remove the"
 
 
 def _facts(connection: Any, model: Any) -> dict[str, Any]:
