@@ -125,6 +125,9 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     """An admin whose rows change only when locks are used."""
 
     empty_value_display = ""
+    # What an address may look up. Anything else, as ``?owner__startswith=…``, would
+    # reveal a secret or a hidden holder letter by letter, although no page shows it.
+    lookups: frozenset[str] = frozenset()
 
     class Media:
         css = {"all": ["dlocks/admin.css"]}
@@ -137,6 +140,11 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
 
     def has_delete_permission(self, request: HttpRequest, obj: Any = None) -> bool:
         return False
+
+    def lookup_allowed(
+        self, lookup: str, value: Any, request: HttpRequest | None = None
+    ) -> bool:
+        return lookup in self.lookups
 
     def get_search_fields(self, request: HttpRequest) -> Any:
         # The results of a search must not reveal a hidden holder.

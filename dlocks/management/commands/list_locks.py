@@ -133,7 +133,8 @@ class Command(LockCommand):
                 fields["holders_wait_for"] = [
                     claim.key.removeprefix(prefix) for claim in waits
                 ]
-            self.stdout.write(before + json.dumps(fields), ending="")
+            text = json.dumps(fields, default=datetime.isoformat)
+            self.stdout.write(before + text, ending="")
             before = ",\n "
         self.stdout.write("[]" if before == "[" else "]")
 
@@ -268,14 +269,14 @@ def _who_fields(row: LockRow, *, known: bool = True) -> dict[str, Any]:
         "state": row.state,
         "holder": row.holder if known else "",
         "owner_ip": row.owner_ip if known else None,
-        "begin_time": _iso(row.begin_time) if known else None,
+        "begin_time": row.begin_time if known else None,
     }
 
 
 def _hold_fields(hold: LockRow, *, known: bool = True) -> dict[str, Any]:
     limited = known and not is_kept(hold)
     return {
-        "end_time": _iso(hold.end_time),
+        "end_time": hold.end_time,
         "seconds_held": _rounded(hold.seconds_held) if known else None,
         "seconds_left": _rounded(hold.seconds_left) if limited else None,
         "hold_count": hold.hold_count,
@@ -289,10 +290,6 @@ def _mode_fields(claim: LockRow) -> dict[str, Any]:
         "mode": "shared" if claim.shared else "exclusive",
         "permits": claim.permits if limited else None,
     }
-
-
-def _iso(value: datetime | None) -> str | None:
-    return value.isoformat() if value else None
 
 
 def _rounded(value: float | None) -> float | None:
