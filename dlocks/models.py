@@ -22,7 +22,7 @@ from dlocks.fields import (
     OwnerField,
     UnicodeField,
 )
-from dlocks.sql.clock import Once, SecondsUntil
+from dlocks.sql.clock import After, SecondsUntil
 from dlocks.sql.schemas import qualified, schema_of
 from dlocks.text import HOLDER_LENGTH, printable, shown_holder
 from dlocks.values import KEY_LENGTH, Kept
@@ -184,7 +184,7 @@ class ClaimQuerySet(ClockQuerySet):
 class RecordQuerySet(SchemaQuerySet):
     def since(self, seconds: float) -> Self:
         """Keep the holds that ended at most ``seconds`` ago."""
-        return self.filter(end_time__gte=Once(-seconds))
+        return self.filter(end_time__gte=After(-seconds))
 
     def with_times(self) -> Self:
         """Add ``seconds_ago``, counted from the end, and ``held``, a timedelta."""

@@ -67,7 +67,7 @@ NAMES = {
     "Attempt": "dlocks.core.attempt:Attempt",
     "ThreadWakeup": "dlocks.core.drive:ThreadWakeup",
     "helpers": "dlocks.testing.helpers",
-    "Once": "dlocks.sql.clock:Once",
+    "After": "dlocks.sql.clock:After",
     "HoldRecord": "dlocks.models:HoldRecord",
     "LockClaim": "dlocks.models:LockClaim",
     "ResourceLock": "dlocks.models:ResourceLock",

@@ -11,7 +11,7 @@ from django.db import connection, models
 
 from dlocks.models import HoldRecord, LockClaim, ResourceLock
 from dlocks.values import UNLIMITED
-from tests.internals import Once
+from tests.internals import After
 
 OWNER = "0123456789abcdef0123456789abcdef"
 PAST = datetime(2020, 1, 2, 3, 4, 5, tzinfo=UTC)
@@ -107,8 +107,8 @@ def record(
         "shared": False,
         "waited": 0.0,
         "ending": "R",
-        "begin_time": Once(-ago - held),
-        "end_time": Once(-ago),
+        "begin_time": After(-ago - held),
+        "end_time": After(-ago),
         **fields,
     }
     return HoldRecord(key_resource=key, token=token, **values)

@@ -14,7 +14,7 @@ from django.utils.translation import gettext_lazy
 from dlocks.admin.base import AliasChangeList, Source
 from dlocks.models import ClaimState, LockClaim, LockState, ResourceLock
 from dlocks.operations import LockRow
-from dlocks.sql.clock import Once
+from dlocks.sql.clock import After
 from dlocks.values import Kept
 
 # Claims shown for each lock and each of their states.
@@ -45,7 +45,7 @@ def maybe_in_use(locks: Any, kept: Kept) -> Any:
     """
     claimed = LockClaim.objects.using(locks.db).values("key_resource")
     return locks.filter(
-        Q(end_time__gt=Once(0))
+        Q(end_time__gt=After(0))
         | ResourceLock.LEFT
         | Q(shares__gt=0)
         | Q(pk__in=claimed)
@@ -102,7 +102,7 @@ class StateFilter(admin.SimpleListFilter):
         kept = Source.of(request).kept
         if self.chosen == "free":
             # The row alone says it, so that no claims have to be counted.
-            is_over = Q(end_time__lte=Once(0), shares=0) & ~ResourceLock.LEFT
+            is_over = Q(end_time__lte=After(0), shares=0) & ~ResourceLock.LEFT
             return queryset.filter(is_over).exclude(pk__in=kept.transactions)
         return maybe_in_use(queryset, kept).filter(condition(self.chosen))
 

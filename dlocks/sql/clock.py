@@ -69,7 +69,10 @@ class Ticks(Expression):
 
 
 class After(Expression):
-    """The time that is ``seconds`` from now. They may be negative."""
+    """The time that is ``seconds`` from now. They may be negative.
+
+    It is evaluated once, so an index on a column that is compared with it can be used.
+    """
 
     output_field = ClockField()
 
@@ -78,18 +81,7 @@ class After(Expression):
         self.ticks = ticks(seconds)
 
     def as_sql(self, compiler: Any, connection: BaseDatabaseWrapper) -> Any:
-        return LATER[connection.vendor].format("%s"), [self.ticks]
-
-
-class Once(After):
-    """The same time, which is evaluated once.
-
-    So an index on the column that is compared with it can be used.
-    """
-
-    def as_sql(self, compiler: Any, connection: BaseDatabaseWrapper) -> Any:
-        sql, parameters = super().as_sql(compiler, connection)
-        return f"(SELECT {sql})", parameters
+        return f"(SELECT {LATER[connection.vendor].format('%s')})", [self.ticks]
 
 
 class At(Expression):

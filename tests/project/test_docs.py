@@ -37,12 +37,12 @@ from dlocks.testing import lose
 from example_project.shop.models import Product, Sale
 from tests import jobs, pages
 from tests.internals import (
+    After,
     Backend,
     DummyBackend,
     HoldRecord,
     InsertBackend,
     MemoryBackend,
-    Once,
     OptimisticBackend,
     PessimisticBackend,
     backends,
@@ -411,8 +411,8 @@ def test_the_examples_on_history(settings):
         token=1,
         waited=2,
         shared=False,
-        begin_time=Once(-1),
-        end_time=Once(0),
+        begin_time=After(-1),
+        end_time=After(0),
     )
     assert page.most_waited_for() == [
         {"key_resource": "stock:7", "waits": 1, "longest": 2}

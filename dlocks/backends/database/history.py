@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dlocks.backends.database.store import Store
-from dlocks.sql.clock import After, Once
+from dlocks.sql.clock import After
 
 # Maximum number of records that one statement deletes.
 BATCH = 1000
@@ -69,7 +69,7 @@ class HistoryTable:
         ]
 
         def insert() -> None:
-            with self.session.writing():
+            with self.session.transaction():
                 self.records.bulk_create(records, ignore_conflicts=True)
 
         self.session.unlocked(insert)
@@ -85,7 +85,7 @@ class HistoryTable:
         from dlocks.models import under
 
         old = self.records.filter(
-            under(self.store.prefix()), end_time__lte=Once(-older_than)
+            under(self.store.prefix()), end_time__lte=After(-older_than)
         )
         if dry_run:
             yield self.session.unlocked(old.count)
@@ -93,7 +93,7 @@ class HistoryTable:
         oldest = old.order_by("end_time").values_list("pk", flat=True)
 
         def delete(ids: Sequence[int]) -> int:
-            with self.session.writing():
+            with self.session.transaction():
                 return int(self.records.filter(pk__in=ids).delete()[0])
 
         found: list[int]
