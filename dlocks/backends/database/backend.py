@@ -150,12 +150,10 @@ class DatabaseBackend(Backend):
         """
         inside, versioned = claim.scope == "transaction", version is not None
         parameters = {
+            **self.store.who(claim),
             "key": claim.key,
             # Free on commit. Until then the database itself keeps the row locked.
             "status": "S" if inside else "P",
-            "owner": claim.owner,
-            "holder": self.store.fitted(claim.holder)[:255],
-            "owner_ip": claim.owner_ip,
             "ttl": 0 if inside else ticks(claim.ttl),
             "fair": claim.fair,
         }

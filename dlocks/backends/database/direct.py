@@ -17,7 +17,6 @@ from typing import Any
 from dlocks.backends.base import HANDOVER_LEASE, HEARTBEAT_TIMEOUT
 from dlocks.backends.database import notify
 from dlocks.backends.database.session import RowLockedError
-from dlocks.backends.database.state import to_text
 from dlocks.backends.database.store import Store
 from dlocks.sql.clock import LATER, ticks
 from dlocks.values import Claim, Ticket
@@ -31,7 +30,7 @@ COLUMNS = (
 )
 VALUES = (
     "%(key)s, %(owner)s, %(holder)s, {owner_ip}, {now}, {after:heard}, 0, %(shared)s,"
-    " %(permits)s, %(scope)s, %(takeover)s, %(ttl)s, %(channel)s, %(holding)s"
+    " %(permits)s, %(scope)s, %(takeover)s, %(handover_ttl)s, %(channel)s, %(holding)s"
 )
 # The lease of a new holder, in microseconds. MIN() of SQLite is NULL without a waiter.
 LEASE = "COALESCE(MIN(first.handover_ttl, %(lease)s), 0)"
@@ -88,19 +87,9 @@ class Direct:
         Return None if the key is free, or reserved for the claim. Raise RowLockedError
         if its row is locked.
         """
-        parameters = {
+        parameters = self.store.columns(claim, channel) | {
             "key": claim.key,
-            "owner": claim.owner,
-            "holder": self.store.fitted(claim.holder)[:255],
-            "owner_ip": claim.owner_ip,
             "heard": ticks(HEARTBEAT_TIMEOUT),
-            "shared": claim.shared,
-            "permits": claim.permits,
-            "scope": "P" if claim.scope == "lease" else "S",
-            "takeover": claim.takeover,
-            "ttl": ticks(claim.ttl),
-            "channel": channel,
-            "holding": to_text(claim.holding),
         }
         text = JOIN[self.session.engine.vendor]
         rows = self._packet(text, parameters, flush=False)

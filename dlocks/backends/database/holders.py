@@ -19,8 +19,8 @@ from dlocks.backends.base import HANDOVER_LEASE, TableLockedError
 from dlocks.backends.database.direct import Direct
 from dlocks.backends.database.queue import Queue
 from dlocks.backends.database.session import RowLockedError, Session
-from dlocks.backends.database.state import rounded
-from dlocks.backends.database.store import BATCH, Store
+from dlocks.backends.database.state import batches, rounded
+from dlocks.backends.database.store import Store
 from dlocks.backends.table import KeyState, Moment
 from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
@@ -142,8 +142,8 @@ class Holders:
         left: dict[str, float] = {}
         for kind in {(claim.ttl, claim.shared, claim.late) for claim in claims}:
             alike = [one for one in claims if (one.ttl, one.shared, one.late) == kind]
-            for start in range(0, len(alike), BATCH):
-                left |= self._renew(alike[start : start + BATCH])
+            for some in batches(alike):
+                left |= self._renew(some)
         short = [
             one
             for one in claims
@@ -161,6 +161,7 @@ class Holders:
 
     def _renew(self, claims: Sequence[Claim]) -> dict[str, float]:
         ttl, live = claims[0].ttl, not claims[0].late
+        observed = self.store.observations is not None
         try:
             renewed = self.write(self.renewed(), claims, live=live)
         except RowLockedError:
@@ -171,28 +172,17 @@ class Holders:
             renewed = 0
         if renewed == len(claims):
             return {claim.owner: ttl for claim in claims}
-        if self.store.observations is not None:
-            return self._renew_each(claims)
+        if observed and len(claims) > 1:
+            # No clock shows which of them were renewed.
+            each = (self._renew([claim]) for claim in claims)
+            return {owner: left for one in each for owner, left in one.items()}
         # Some claims are lost, or their rows were locked, perhaps by a transaction of
         # this process that pins one. Valid leases are kept.
         left = self.left(claims, live=live)
-        return {owner: min(seconds, ttl) for owner, seconds in left.items()}
-
-    def _renew_each(self, claims: Sequence[Claim]) -> dict[str, float]:
-        """Renew the claims one by one, without relying on a clock.
-
-        A claim whose row is locked keeps its previous lease.
-        """
-        left: dict[str, float] = {}
-        for claim in claims:
-            renewed = 0
-            with suppress(RowLockedError):
-                renewed = self.write(self.renewed(), [claim])
-            if renewed:
-                left[claim.owner] = claim.ttl
-            elif self.left([claim]):
-                left[claim.owner] = 0.0
-        return left
+        return {
+            owner: 0.0 if observed else min(seconds, ttl)
+            for owner, seconds in left.items()
+        }
 
     # Verification.
 
@@ -219,8 +209,8 @@ class Holders:
         if any(claim.shared for claim in claims):
             return False
         found: dict[str, float] = {}
-        for start in range(0, len(claims), BATCH):
-            found |= self.left(claims[start : start + BATCH])
+        for some in batches(claims):
+            found |= self.left(some)
         return {claim.owner for claim in claims} <= found.keys()
 
     def retried(

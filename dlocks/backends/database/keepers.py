@@ -16,20 +16,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from django.db.models import Q
 
 from dlocks.backends.database.session import RowLockedError
 from dlocks.backends.database.state import Key
+from dlocks.backends.database.store import NOTHING, Store
 from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
 from dlocks.sql.clock import Now
 from dlocks.sql.locked_rows import IN_TRANSACTION, IS_IN_TRANSACTION, LOCKED_BY
 from dlocks.values import Holder, Kept
-
-if TYPE_CHECKING:
-    from dlocks.backends.database.store import Store
 
 # Maximum number of rows that are read at a time.
 PAGE = 1000
@@ -157,9 +155,8 @@ class Keepers:
         table, primary = ("{claims}", "id") if shares else ("{locks}", "key_resource")
         if self.session.engine.one_writer:
             # It fails if another transaction writes.
-            nothing = f"UPDATE {table} SET version = version WHERE {primary} IS NULL"
             try:
-                self.session.ask(nothing, {})
+                self.session.ask(NOTHING, {})
             except RowLockedError:
                 return locked
             return frozenset()

@@ -45,7 +45,7 @@ class Maintenance:
         def rule(state: KeyState, at: Moment) -> tuple[KeyState, bool]:
             held = state.held
             stale = state.is_held and held is not None and held.end <= at.now
-            if state.version != version or (stale_only and not stale):
+            if stale_only and not stale:
                 return state, False
             return rules.clear(state, version, at)
 
@@ -178,10 +178,11 @@ class Maintenance:
 
     def _purge(self, unused: Any, keys: Sequence[str]) -> int:
         def work() -> int:
-            with self.session.writing():
+            with self.session.transaction():
                 rows = unused.filter(pk__in=keys).order_by("pk")
+                rows = rows.annotate(**self.store.limits())
                 rows = rows.select_for_update(skip_locked=True)
-                found = list(rows.values_list("pk", flat=True))
+                found = [row.pk for row in rows]
                 if not found:
                     return 0
                 return self.store.delete("{locks}", "key_resource", found)

@@ -73,7 +73,7 @@ class Queue:
         )
         if not key.state.queue:
             self.contended.discard(claim.key)
-        return ticket
+        return RESERVED if key.is_reserved_for(claim) else ticket
 
     def _join_locked(
         self, claim: Claim, channel: str, position: int | None
@@ -109,7 +109,7 @@ class Queue:
         return replace(ticket or RESERVED, unnotified=silent)
 
     def _insert(self, claim: Claim, channel: str, position: int | None) -> None:
-        with self.session.writing():
+        with self.session.transaction():
             self.store.insert_claim(claim, channel, position)
 
     # Leaving.
@@ -264,14 +264,9 @@ def _log_expiry(before: Key, after: Key) -> None:
 def _enqueue(
     state: KeyState, claim: Claim, position: int, at: Moment
 ) -> tuple[KeyState, Ticket]:
-    """Queue a claim, as ``table.enqueue()`` does, in transaction scope as well."""
+    """Queue a claim, unless the key is already reserved for its transaction."""
     held = state.held
     mine = held is not None and held.claim.owner == claim.owner
     if mine and state.is_released and state.expires_in(at) > 0:
-        # It was queued, and the key is reserved for its transaction.
         return state, RESERVED
-    after, ticket = rules.enqueue(state, claim, position, at)
-    granted = after.hold_of(claim) is not None and after.version > state.version
-    if granted and claim.scope == "transaction":
-        ticket = RESERVED
-    return after, ticket
+    return rules.enqueue(state, claim, position, at)

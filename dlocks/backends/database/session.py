@@ -364,18 +364,6 @@ class Session:
         if is_above:
             self.execute("SET TRANSACTION ISOLATION LEVEL READ COMMITTED", {})
 
-    @contextmanager
-    def writing(self) -> Iterator[None]:
-        """Open a short transaction that does not begin with the lock of a row.
-
-        On PostgreSQL, the statement that locks a row sets the limit of a step.
-        """
-        with self.transaction():
-            if self.engine.limits_waits and not self.is_nested:
-                limit = "set_config('idle_in_transaction_session_timeout', '2s', true)"
-                self.execute(f"SELECT {limit}", {})
-            yield
-
     def _qualify(self, execute: Any, sql: Any, *arguments: Any) -> Any:
         """Name the schema of our tables in what the ORM writes.
 

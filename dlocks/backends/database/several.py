@@ -7,7 +7,7 @@ In every other case it changes nothing, and the caller handles each key by itsel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from django.db.backends.base.base import BaseDatabaseWrapper
@@ -16,8 +16,8 @@ from django.db.models import CharField, Expression
 from dlocks.backends import table as rules
 from dlocks.backends.database.holders import Holders
 from dlocks.backends.database.session import RowLockedError
-from dlocks.backends.database.state import Key
-from dlocks.backends.database.store import BATCH, Store
+from dlocks.backends.database.state import Key, batches
+from dlocks.backends.database.store import Store
 from dlocks.exceptions import LockStale
 from dlocks.runtime import clock
 from dlocks.sql.clock import After, Now
@@ -67,14 +67,12 @@ class Several:
                     return None
             # It is larger than the token of each of them was.
             token = max(max(key.row.version + 1, key.at.ticks) for key in keys)
-            holder = self.store.fitted(claims[0].holder)[:255]
-            for some in _batches(claims):
+            who = self.store.who(claims[0])
+            for some in batches(claims):
                 rows = self.store.locks.filter(pk__in=[one.key for one in some])
                 rows.update(
+                    **(who | {"owner": OwnerOf(some)}),
                     status="P",
-                    owner=OwnerOf(some),
-                    holder=holder,
-                    owner_ip=some[0].owner_ip,
                     begin_time=Now(),
                     end_time=After(some[0].ttl),
                     hold_count=1,
@@ -94,7 +92,7 @@ class Several:
                 others = key.claims or key.row.waiters
                 if others or key.row.owner != claim.owner:
                     return False
-            for some in _batches(claims):
+            for some in batches(claims):
                 rows = self.store.locks.filter(pk__in=[one.key for one in some])
                 rows.update(
                     status="F" if failed else "S",
@@ -131,8 +129,3 @@ class Several:
         for claim in claims:
             self.store.refuse_unstorable(claim.key)
         return not any(one.shared or one.scope == "transaction" for one in claims)
-
-
-def _batches(claims: Sequence[Claim]) -> Iterator[Sequence[Claim]]:
-    for start in range(0, len(claims), BATCH):
-        yield claims[start : start + BATCH]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -17,6 +17,8 @@ T = TypeVar("T")
 LONGEST_HOLDING = 32_000
 # Seconds that make no difference to a lease.
 MOMENT = 0.001
+# Maximum number of rows that one statement reads or writes.
+BATCH = 500
 # The ticket of a claim whose turn has come, in a transaction that it has to begin.
 RESERVED = Ticket(must_retry=True, position=0, next_check=0.1)
 
@@ -65,6 +67,12 @@ class Key:
         if self.is_reserved_for(claim):
             return RESERVED
         return rules.ticket(self.state, claim, self.at)
+
+
+def batches(values: Sequence[T]) -> Iterator[Sequence[T]]:
+    """Yield what one statement reads or writes at a time."""
+    for start in range(0, len(values), BATCH):
+        yield values[start : start + BATCH]
 
 
 def rounded(grant: Grant | None, claim: Claim) -> Grant | None:

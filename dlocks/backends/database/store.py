@@ -28,6 +28,7 @@ from dlocks.backends.database.state import (
     MOMENT,
     Key,
     at_position,
+    batches,
     claim_of,
     is_unused,
     to_text,
@@ -49,8 +50,6 @@ ROW_WAIT = 0.05
 ABSENT_FOR = 2.0
 # Seconds of silence after which a queued claim is deleted, and not only skipped.
 DELETE_AFTER = 10.0
-# Maximum number of rows that one statement reads or writes.
-BATCH = 500
 # Seconds after which the server ends a session that idles in a step.
 IDLE_LIMIT = "2s"
 # A write of the table that changes no row.
@@ -276,9 +275,9 @@ class Store:
         def locked(_: bool) -> T:
             found: list[Key] = []
             absent: set[str] = set()
-            for start in range(0, len(keys), BATCH):
+            for some in batches(keys):
                 try:
-                    found += self._lock(keys[start : start + BATCH], ROW_WAIT, flush)
+                    found += self._lock(some, ROW_WAIT, flush)
                 except AbsentError as error:
                     # The absent rows of all batches are created together.
                     absent |= error.args[0]
@@ -351,7 +350,7 @@ class Store:
             one_row, parameters = session.one_of("key_resource", keys, "key")
             sql = f"SELECT 1 FROM {{locks}} WHERE {one_row}{session.engine.in_turn}"
             session.execute(session.sql(sql), parameters)
-        settings, asked_at = self._settings(wait, flush), clock.now()
+        settings, asked_at = self.limits(wait, flush=flush), clock.now()
         rows = self.locks.select_for_update(nowait=not settings)
         rows = rows.annotate(now=Now(), **settings)
         locked = list(rows.filter(pk__in=keys).order_by("pk"))
@@ -364,7 +363,7 @@ class Store:
             for row in locked
         ]
 
-    def _settings(self, wait: float, flush: bool) -> dict[str, Any]:
+    def limits(self, wait: float = ROW_WAIT, *, flush: bool = True) -> dict[str, Any]:
         """Return what the statement that locks a row sets for its transaction.
 
         In a TestCase, the settings would stay.
@@ -489,20 +488,11 @@ class Store:
         row = _models()[1](
             id=position,
             key_resource=claim.key,
-            owner=claim.owner,
-            holder=self.fitted(claim.holder)[:255],
-            owner_ip=claim.owner_ip,
             begin_time=Now(),
             end_time=At(held.end) if held else After(HEARTBEAT_TIMEOUT),
             version=held.token if held else None,
             hold_count=1 if held else 0,
-            shared=claim.shared,
-            permits=claim.permits,
-            scope="P" if claim.scope == "lease" else "S",
-            takeover=claim.takeover,
-            handover_ttl=ticks(claim.ttl),
-            channel=channel,
-            holding=to_text(claim.holding),
+            **self.columns(claim, channel),
         )
         # Unlike save(), this sends no signal.
         self.claims.bulk_create([row])
@@ -510,6 +500,27 @@ class Store:
             # MySQL has no RETURNING.
             row.pk = self.claims.values_list("pk", flat=True).get(owner=claim.owner)
         return row
+
+    def columns(self, claim: Claim, channel: str) -> dict[str, Any]:
+        """Return the columns of a claim that stay the same, but for its key."""
+        return {
+            **self.who(claim),
+            "shared": claim.shared,
+            "permits": claim.permits,
+            "scope": "P" if claim.scope == "lease" else "S",
+            "takeover": claim.takeover,
+            "handover_ttl": ticks(claim.ttl),
+            "channel": channel,
+            "holding": to_text(claim.holding),
+        }
+
+    def who(self, claim: Claim) -> dict[str, Any]:
+        """Return the columns of both tables that say whose a claim is."""
+        return {
+            "owner": claim.owner,
+            "holder": self.fitted(claim.holder)[:255],
+            "owner_ip": claim.owner_ip,
+        }
 
     def _write_row(
         self, key: Key, before: KeyState, after: KeyState, status: str
@@ -521,11 +532,8 @@ class Store:
         elif held is not None and held is not before.held:
             changes = {"end_time": At(held.end)}
             if held.token > before.version:
-                changes |= {
+                changes |= self.who(held.claim) | {
                     "status": "P" if held.claim.scope == "lease" else "S",
-                    "owner": held.claim.owner,
-                    "holder": self.fitted(held.claim.holder)[:255],
-                    "owner_ip": held.claim.owner_ip,
                     "begin_time": At(held.since.timestamp()),
                     "hold_count": 1,
                 }
@@ -553,18 +561,17 @@ class Store:
         return bool(self.outside(partial(self._create, keys, until)))
 
     def _create(self, keys: Sequence[str], until: float) -> bool:
-        session, created = self.session, 0
-        many = session.engine.create_many and len(keys) > 1
-        size = BATCH if many and not session.in_transaction else 1
-        for start in range(0, len(keys), size):
+        session, created, together = self.session, 0, ""
+        if len(keys) > 1 and not session.in_transaction:
+            together = session.engine.create_many
+        for some in batches(keys) if together else zip(keys):
             if clock.now() > until:
                 return False
-            some = keys[start : start + size]
-            nothing = Claim(key=some[0], ttl=0.0, owner="")
             with suppress(RowLockedError):
-                if size > 1:
-                    session.ask(session.engine.create_many, {"keys": some})
+                if together:
+                    session.ask(together, {"keys": [*some]})
                 else:
+                    nothing = Claim(key=some[0], ttl=0.0, owner="")
                     self.insert(nothing, status="S", count=0)
                 created += len(some)
         return created == len(keys)
@@ -578,11 +585,9 @@ class Store:
         session.send(
             "insertion",
             {
+                **self.who(claim),
                 "key": claim.key,
                 "status": status,
-                "owner": claim.owner,
-                "holder": self.fitted(claim.holder)[:255],
-                "owner_ip": claim.owner_ip,
                 "ttl": ticks(claim.ttl),
                 "count": count,
             },
