@@ -47,11 +47,6 @@ LIVE = "end_time > {now}"
 RANGE = "key_resource >= %(key)s AND key_resource <= %(key)s"
 # One row of InnoDB, found by its primary key alone.
 PRIMARY = "{locks} FORCE INDEX (PRIMARY)"
-# Reads the token of a grant whose reply was without it.
-READ_VERSION = (
-    "SELECT version FROM {locks} WHERE key_resource = %(key)s AND owner = %(owner)s AND"
-    " hold_count > 0 AND (status <> 'P' OR end_time > {now})"
-)
 # The channel of the first waiter of a key that a transaction releases.
 FIRST_CHANNEL = (
     "SELECT channel FROM {claims} AS first WHERE first.key_resource = %(key)s AND"
@@ -83,7 +78,7 @@ class Engine:
     # A term that adds nothing to a number. It limits how long an insert waits for a
     # transaction that has inserted the same row, and lets a crash lose the new row.
     insert_wait: str = ""
-    # Inserts the rows of many free keys in one statement.
+    # Inserts the rows of free keys in one statement, as ``insert`` does.
     create_many: str = ""
     greatest: str = "GREATEST"
     # A term around the token by which the reply to an UPDATE contains it as its insert
@@ -351,6 +346,11 @@ INNODB = {
     "commit_notifies": False,
 }
 
+# What ``insert_wait`` is on PostgreSQL.
+INSERT_WAIT = (
+    " + 0 * length(set_config('lock_timeout', '50ms', true) ||"
+    " set_config('synchronous_commit', 'off', true))"
+)
 # The rows on PostgreSQL that no other transaction has locked. An array keeps the plan
 # on the primary key, for one row and for many.
 UNLOCKED = (
@@ -374,16 +374,12 @@ ENGINES: dict[str, Engine] = {
             INSERT.replace("{values}", f"VALUES ({VALUES})")
             + " ON CONFLICT DO NOTHING RETURNING 1"
         ),
-        insert_wait=(
-            " + 0 * length(set_config('lock_timeout', '50ms', true) ||"
-            " set_config('synchronous_commit', 'off', true))"
-        ),
+        insert_wait=INSERT_WAIT,
         create_many=(
             INSERT.replace(
                 "{values}",
-                "SELECT one, 'S', '', '', NULL, NULL, {now}, 0 + 0 *"
-                " length(set_config('lock_timeout', '50ms', true)), {ticks} FROM"
-                " unnest(%(keys)s::text[]) AS one",
+                f"SELECT one, 'S', '', '', NULL, NULL, {{now}}, 0{INSERT_WAIT},"
+                " {ticks} FROM unnest(%(keys)s::text[]) AS one",
             )
             + " ON CONFLICT DO NOTHING RETURNING 1"
         ),

@@ -41,7 +41,7 @@ from dlocks.exceptions import LockBackendError, LockStale
 from dlocks.runtime.clock import FOREVER
 from dlocks.runtime.pools import is_pooled
 from dlocks.sql.clock import ticks
-from dlocks.sql.engines import READ_VERSION, refuse_lost
+from dlocks.sql.engines import refuse_lost
 from dlocks.transactions import how_to_autocommit, in_testcase
 from dlocks.values import Claim, Grant, Holder, Ticket, seconds
 
@@ -174,15 +174,14 @@ class DatabaseBackend(Backend):
 
     def _token(self, claim: Claim) -> int | None:
         """Read the token of a claim that was granted. It may be lost since."""
-        sql = self.session.sql(READ_VERSION)
         try:
-            mine = {"key": claim.key, "owner": claim.owner}
-            rows = self.session.rows(sql, mine)
+            key = self.store.peek(claim.key)
         except LockBackendError as error:
             # The grant may be committed.
             error.changed_nothing = False
             raise
-        return rows[0][0] if rows else None
+        mine = key is not None and key.row.hold_count and key.row.owner == claim.owner
+        return key.state.version if key is not None and mine else None
 
     def acquire(self, claim: Claim) -> Grant | None:
         self.store.refuse_unstorable(claim.key)
@@ -362,7 +361,7 @@ class DatabaseBackend(Backend):
                 )
         elif claim.shared:
             # A shared hold is not the lock row, which a transaction could keep.
-            if not self.store.is_alone:
+            if not self.session.is_alone:
                 return "A shared lock does not support scope='transaction'."
         elif self.in_transaction() and not self.connection.in_atomic_block:
             refuse_lost(self.connection)

@@ -48,8 +48,9 @@ def failure_of(
 
 def is_refused(error: Error, engine: Engine | None) -> bool:
     """Return whether the server has refused to carry out the statement."""
-    refused = engine.read_only | engine.denied if engine is not None else ()
-    return is_unmigrated(error) or bool(engine and engine.code_of(error) in refused)
+    if engine is not None and engine.code_of(error) in engine.read_only | engine.denied:
+        return True
+    return is_unmigrated(error)
 
 
 def how_to_migrate(database: str) -> str:

@@ -6,6 +6,7 @@ skips it then. The others are sent again for a while.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import random
 import time
@@ -18,7 +19,7 @@ from dlocks.backends import table as rules
 from dlocks.backends.base import HANDOVER_LEASE, TableLockedError
 from dlocks.backends.database.direct import Direct
 from dlocks.backends.database.queue import Queue
-from dlocks.backends.database.session import RowLockedError, Session
+from dlocks.backends.database.session import RowLockedError
 from dlocks.backends.database.state import batches, rounded
 from dlocks.backends.database.store import Store
 from dlocks.backends.table import KeyState, Moment
@@ -42,8 +43,7 @@ STEP_WAIT = 0.5
 class Holders:
     """The part that writes the rows of claims that hold their keys.
 
-    The claims of one request are of one kind. Its ``session`` may be that of another
-    alias of the database.
+    The claims of one request are of one kind.
     """
 
     def __init__(self, store: Store, queue: Queue, direct: Direct) -> None:
@@ -51,6 +51,17 @@ class Holders:
         self.session = store.session
         self.queue = queue
         self.direct = direct
+
+    def on(self, database: str) -> Holders:
+        """Return the holders as another alias of the database writes them.
+
+        It uses the schema in which the holds were granted. Sessions of the other alias
+        may begin with another search path.
+        """
+        there = copy.copy(self)
+        if database != self.session.database:
+            there.session = self.session.of_alias(database)
+        return there
 
     # The own rows.
 
@@ -93,27 +104,18 @@ class Holders:
         *,
         live: bool = True,
         also: str = "",
-        session: Session | None = None,
         **parameters: Any,
     ) -> int:
         """Change the own rows that are not locked, and return their number."""
-        session = session or self.session
         table, condition, mine = self.own(claims, live=live)
-        sql = session.engine.many(table, what, condition + also)
-        return session.ask(sql, mine | parameters).changed
+        sql = self.session.engine.many(table, what, condition + also)
+        return self.session.ask(sql, mine | parameters).changed
 
-    def left(
-        self,
-        claims: Sequence[Claim],
-        *,
-        live: bool = True,
-        session: Session | None = None,
-    ) -> dict[str, float]:
+    def left(self, claims: Sequence[Claim], *, live: bool = True) -> dict[str, float]:
         """Return the seconds left of the leases of claims, by owner."""
-        session = session or self.session
         table, condition, parameters = self.own(claims, live=live)
-        sql = session.sql(f"SELECT owner, {{left}} FROM {table} WHERE {condition}")
-        rows = session.rows(sql, parameters)
+        sql = f"SELECT owner, {{left}} FROM {table} WHERE {condition}"
+        rows = self.session.rows(self.session.sql(sql), parameters)
         return {owner: float(seconds) for owner, seconds in rows}
 
     # Acquisition.
@@ -299,6 +301,19 @@ class Holders:
             self.queue.contended.discard(claim.key)
         return waiters is not None
 
+    @staticmethod
+    def releasing(claim: Claim, status: str, keep: float) -> dict[str, Any]:
+        """Return the parameters of the statements that release a key, and no others.
+
+        mysqlclient quotes all of them.
+        """
+        return {
+            "key": claim.key,
+            "owner": claim.owner,
+            "status": status,
+            "keep": ticks(keep),
+        }
+
     def _release_at_once(self, claim: Claim, status: str, keep: float) -> bool:
         """Release the key in one statement if it has no waiters.
 
@@ -306,13 +321,7 @@ class Holders:
         other harm.
         """
         flush = bool(keep) or self.session.in_transaction
-        # Without what the statement does not use. mysqlclient quotes all of them.
-        parameters = {
-            "key": claim.key,
-            "owner": claim.owner,
-            "status": status,
-            "keep": ticks(keep),
-        }
+        parameters = self.releasing(claim, status, keep)
         with suppress(RowLockedError):
             if self.store.deletes and not keep:
                 reply = self.session.send("delete_own", parameters, flush)

@@ -149,7 +149,7 @@ class Keepers:
         None are returned where no other transaction can have locked them, as within a
         transaction on SQLite or in a TestCase.
         """
-        if not rows or self.store.is_alone:
+        if not rows or self.session.is_alone:
             return frozenset()
         locked = frozenset(rows)
         table, primary = ("{claims}", "id") if shares else ("{locks}", "key_resource")
@@ -192,7 +192,7 @@ class Keepers:
         progress. So it belongs to the only writer that began earlier, if there is just
         one. If there are several, the session is not known.
         """
-        if self.store.is_alone:
+        if self.session.is_alone:
             return [], {}
         before = self._locked_by(rows)
         if not before:
@@ -232,7 +232,7 @@ class Keepers:
         Between two probes, the last answer counts for the keys that it covered.
         """
         engine = self.session.engine
-        if engine.one_writer or self.store.is_alone:
+        if engine.one_writer or self.session.is_alone:
             return {}
         waiting = self.store.claims.filter(version__isnull=True, end_time__gt=Now())
         rows = rows.filter(end_time__lte=Now(), shares=0).exclude(status="P")

@@ -133,10 +133,9 @@ class Queue:
 
         A heartbeat also counts claims that joined while the row was locked.
         """
-        if heartbeat:
-            self._hear([claim.owner for claim in claims])
         tickets: dict[str, Ticket] = {}
-        open_claims = self._turns(claims, tickets, heartbeat=heartbeat)
+        all_wait = not heartbeat or self._hear([claim.owner for claim in claims])
+        open_claims = self._turns(claims, tickets, all_wait, heartbeat=heartbeat)
         by_key: dict[str, list[Claim]] = {}
         for claim in open_claims:
             by_key.setdefault(claim.key, []).append(claim)
@@ -145,27 +144,37 @@ class Queue:
             tickets |= self._tickets(name, found.get(name), mine, heartbeat)
         return tickets
 
-    def _hear(self, owners: Sequence[str]) -> None:
-        """Record a heartbeat of claims, except those that a step is granting."""
+    def _hear(self, owners: Sequence[str]) -> bool:
+        """Record a heartbeat of claims, except those that a step is granting.
+
+        Return whether all of them are in the queue.
+        """
         mine, parameters = self.session.one_of("owner", owners, "owner")
         sql = self.session.engine.many(
             "{claims}", "end_time = {after:heard}", f"{mine} AND version IS NULL"
         )
         with suppress(RowLockedError):
             heard = {"heard": ticks(HEARTBEAT_TIMEOUT)}
-            self.session.ask(sql, parameters | heard, flush=False)
+            reply = self.session.ask(sql, parameters | heard, flush=False)
+            return reply.changed == len(owners)
+        return False
 
     def _turns(
-        self, claims: Sequence[Claim], tickets: dict[str, Ticket], *, heartbeat: bool
+        self,
+        claims: Sequence[Claim],
+        tickets: dict[str, Ticket],
+        all_wait: bool,
+        *,
+        heartbeat: bool,
     ) -> Sequence[Claim]:
         """Add the tickets of claims whose key has a live exclusive holder.
 
         Return the other claims. This is the usual answer to a notification and to a
-        heartbeat, and costs one plain statement, or two.
+        heartbeat, and costs one plain statement, or two. Unless ``all_wait``, some of
+        the claims may have left the queue.
         """
         if self.store.observations is not None:
             return claims
-        positions = self._positions(claims) if heartbeat else None
         session = self.session
         # Two claims of one process seldom wait for the same key.
         names = list(dict.fromkeys(claim.key for claim in claims))
@@ -183,25 +192,14 @@ class Queue:
             owner, token, left, ahead, uncounted = heads.get(
                 claim.key, ("", 0, 0.0, 0, 0)
             )
-            if claim.key not in heads or (
-                heartbeat and uncounted and owner != claim.owner
-            ):
-                rest.append(claim)
-            elif owner == claim.owner:
+            if owner == claim.owner:
                 tickets[owner] = Ticket(grant=Grant(token, float(left)))
-            elif positions is None or claim.owner in positions:
-                tickets[claim.owner] = Ticket(
-                    ahead=int(ahead),
-                    position=None if positions is None else positions[claim.owner],
-                    next_check=float(left) + self.store.grace,
-                )
+            elif not owner or not all_wait or (heartbeat and uncounted):
+                rest.append(claim)
+            else:
+                next_check = float(left) + self.store.grace
+                tickets[claim.owner] = Ticket(ahead=int(ahead), next_check=next_check)
         return rest
-
-    def _positions(self, claims: Sequence[Claim]) -> dict[str, int]:
-        """Return the positions of the claims that are in the queue, by owner."""
-        queued = self.store.claims.filter(version__isnull=True)
-        queued = queued.filter(owner__in=[claim.owner for claim in claims])
-        return dict(self.session.unlocked(list, queued.values_list("owner", "pk")))
 
     def _tickets(
         self, name: str, key: Key | None, mine: Sequence[Claim], heartbeat: bool

@@ -44,6 +44,7 @@ from dlocks.runtime.pools import close_lost
 from dlocks.runtime.requests import nested_request
 from dlocks.sql.engines import Engine, engine_of
 from dlocks.sql.schemas import TABLES, find_tables, qualified, schema_of
+from dlocks.transactions import in_testcase
 
 T = TypeVar("T")
 
@@ -120,6 +121,17 @@ class Session:
     def is_nested(self) -> bool:
         """Return whether the open block is a savepoint of a caller's transaction."""
         return bool(self.connection.savepoint_ids)
+
+    @property
+    def is_alone(self) -> bool:
+        """Return whether no other caller can exist beside the open transaction.
+
+        In a TestCase no other caller can wait, and a committed row would remain for the
+        next test.
+        """
+        return self.in_transaction and (
+            self.engine.one_writer or in_testcase(self.connection)
+        )
 
     @property
     def begins_as_reader(self) -> bool:
@@ -276,8 +288,9 @@ class Session:
 
     def _can_prepare(self, connection: BaseDatabaseWrapper, raw: Any) -> bool:
         # psycopg 2 has no such attribute. The cursors of other code may observe.
-        usual = getattr(raw, "cursor_factory", None)
-        if not hasattr(raw, "prepare_threshold") or not is_djangos(usual):
+        usual = getattr(getattr(raw, "cursor_factory", None), "__module__", "")
+        is_usual = usual.startswith("django.db.backends.")
+        if not hasattr(raw, "prepare_threshold") or not is_usual:
             return False
         # Behind a pooler, the next statement may run in another session.
         if not (self.prepare or is_own_session(connection)):
@@ -554,10 +567,6 @@ def _django_cursor(connection: BaseDatabaseWrapper, own: Any) -> Any:
         return connection.cursor()
     finally:
         raw.cursor_factory = usual
-
-
-def is_djangos(factory: Any) -> bool:
-    return getattr(factory, "__module__", "").startswith("django.db.backends.")
 
 
 def in_transaction(connection: BaseDatabaseWrapper) -> bool:

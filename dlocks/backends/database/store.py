@@ -39,7 +39,6 @@ from dlocks.runtime import clock
 from dlocks.sql.charset import fitted
 from dlocks.sql.clock import After, At, Now, ticks
 from dlocks.sql.locked_rows import IS_IN_TRANSACTION
-from dlocks.transactions import in_testcase
 from dlocks.values import Claim
 
 T = TypeVar("T")
@@ -98,21 +97,9 @@ class Store:
     def claims(self) -> Any:
         return _models()[1].objects.using(self.session.database)
 
-    @property
-    def is_alone(self) -> bool:
-        """Return whether no other caller can exist beside the open transaction.
-
-        In a TestCase no other caller can wait, and a committed row would remain for the
-        next test.
-        """
-        session = self.session
-        return session.in_transaction and (
-            session.engine.one_writer or in_testcase(session.connection)
-        )
-
     def outside(self, function: Callable[[], Any]) -> Any:
         """Call a function outside of the caller's transaction, unless that is alone."""
-        return function() if self.is_alone else self.run_outside(function)
+        return function() if self.session.is_alone else self.run_outside(function)
 
     # What can be stored.
 
@@ -561,9 +548,8 @@ class Store:
         return bool(self.outside(partial(self._create, keys, until)))
 
     def _create(self, keys: Sequence[str], until: float) -> bool:
-        session, created, together = self.session, 0, ""
-        if len(keys) > 1 and not session.in_transaction:
-            together = session.engine.create_many
+        session, created = self.session, 0
+        together = "" if session.in_transaction else session.engine.create_many
         for some in batches(keys) if together else zip(keys):
             if clock.now() > until:
                 return False

@@ -24,7 +24,6 @@ from dlocks.backends.database.session import RowLockedError, Session
 from dlocks.backends.database.store import Store
 from dlocks.backends.table import KeyState, Moment
 from dlocks.exceptions import LockNotAwaitable, LockStale
-from dlocks.sql.clock import ticks
 from dlocks.text import permits_taken
 from dlocks.values import UNLIMITED, Claim, Grant, Holder
 
@@ -148,12 +147,7 @@ class TransactionLocks:
         if self.session.connection.needs_rollback:
             # The rollback releases it.
             return True
-        parameters = {
-            "key": claim.key,
-            "owner": claim.owner,
-            "status": status,
-            "keep": ticks(keep),
-        }
+        parameters = self.holders.releasing(claim, status, keep)
         rows: Sequence[Any] = ()
         with suppress(RowLockedError):
             rows = self.session.send("release_on_commit", parameters, True).rows
@@ -164,29 +158,24 @@ class TransactionLocks:
 
     def pin(self, claim: Claim, database: str) -> bool:
         """Renew a lease in the caller's transaction, whose end unlocks the row."""
-        session = self.session
         # The row cannot count the claims that join meanwhile. A release has to look.
         self.holders.queue.contended.add(claim.key)
-        if database != session.database:
-            # In the schema in which the hold was granted. Sessions of the other alias
-            # may begin with another search path.
-            session = session.of_alias(database)
-        own: dict[str, Any] = {"live": not claim.late, "session": session}
-        write = partial(self.holders.write, self.holders.renewed(), [claim], **own)
-        if session.engine.vendor == "mysql":
+        holders, live = self.holders.on(database), not claim.late
+        write = partial(holders.write, holders.renewed(), [claim], live=live)
+        engine = holders.session.engine
+        if engine.vendor == "mysql":
             # One statement at READ COMMITTED. At another level it finds and locks
             # nothing.
             with suppress(RowLockedError):
-                if write(also=f" AND {session.engine.fresh}"):
+                if write(also=f" AND {engine.fresh}"):
                     return True
-            level, rolls_back = self.isolation(session)
+            level, rolls_back = self.isolation(holders.session)
             if level not in STATEMENT_SNAPSHOTS:
-                return self._pin_by_primary_key(session, claim, rolls_back=rolls_back)
-        left = partial(self.holders.left, [claim], **own)
-        return self.holders.retried(lambda: write() == 1, claim, left=left)
+                return self._pin_by_primary_key(holders, claim, rolls_back=rolls_back)
+        return holders.retried(lambda: write() == 1, claim, live=live)
 
     def _pin_by_primary_key(
-        self, session: Session, claim: Claim, *, rolls_back: bool
+        self, holders: Holders, claim: Claim, *, rolls_back: bool
     ) -> bool:
         """Lock and write a row in an InnoDB transaction above READ COMMITTED.
 
@@ -198,31 +187,31 @@ class TransactionLocks:
         lock a row that changed since (innodb_snapshot_isolation, 11.6). So another
         session reads, except in a TestCase, whose rows it would not see.
         """
-        reader = session if self.store.is_alone else self.session
-        read = partial(self.holders.left, [claim], live=not claim.late, session=reader)
-        _, condition, parameters = self.holders.own([claim], live=not claim.late)
+        session, live = holders.session, not claim.late
+        reader = holders if self.session.is_alone else self.holders
+        _, condition, parameters = holders.own([claim], live=live)
         row, table = "key_resource = %(key)s", "{locks} FORCE INDEX (PRIMARY)"
         if claim.shared:
             row, table = "id = %(id)s", "{claims} FORCE INDEX (PRIMARY)"
-            find = reader.sql("SELECT id FROM {claims} WHERE owner = %(owner)s")
-            found = self.store.outside(partial(reader.rows, find, parameters))
+            find = session.sql("SELECT id FROM {claims} WHERE owner = %(owner)s")
+            found = self.store.outside(partial(reader.session.rows, find, parameters))
             if not found:
                 return False
             parameters["id"] = found[0][0]
         lock = session.sql(f"SELECT 1 FROM {table} WHERE {row} FOR UPDATE NOWAIT")
-        what = self.holders.renewed()
-        renew = f"UPDATE {table} SET {what} WHERE {row} AND {condition}"
+        renew = f"UPDATE {table} SET {holders.renewed()} WHERE {row} AND {condition}"
 
         def write() -> bool:
             try:
                 session.run(session.execute, lock, parameters)
             except RowLockedError as error:
                 if rolls_back:
-                    raise self.holders.locked(claim.key) from error
+                    raise holders.locked(claim.key) from error
                 return False
             return session.ask(renew, parameters).changed == 1
 
-        return self.holders.retried(write, claim, left=lambda: self.store.outside(read))
+        read = partial(self.store.outside, partial(reader.left, [claim], live=live))
+        return holders.retried(write, claim, left=read)
 
 
 def _make_room(
