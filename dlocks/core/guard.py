@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -109,7 +107,7 @@ def guarded(
             # connection.
             for hold in holds:
                 hold.life.unpin()
-        time.sleep(random.uniform(0, 0.002 * 2 ** min(number, 5)))  # noqa: S311 (jitter)
+        clock.back_off(0.002 * 2 ** min(number, 5))
 
 
 def _pin_first(

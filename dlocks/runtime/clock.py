@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -42,6 +43,11 @@ def now() -> float:
     therefore does not trust a lease that expired meanwhile.
     """
     return _read()
+
+
+def back_off(longest: float) -> None:
+    """Sleep for up to ``longest`` seconds, at random, before another attempt."""
+    time.sleep(random.uniform(0, longest))  # noqa: S311 (jitter)
 
 
 def rest(wakeup: Flag, seconds: float | None) -> None:

@@ -7,8 +7,6 @@ few statements in one ``BEGIN IMMEDIATE``.
 
 from __future__ import annotations
 
-import random
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -18,6 +16,7 @@ from dlocks.backends.base import HANDOVER_LEASE, HEARTBEAT_TIMEOUT
 from dlocks.backends.database import notify
 from dlocks.backends.database.session import RowLockedError
 from dlocks.backends.database.store import Store
+from dlocks.runtime import clock
 from dlocks.sql.clock import LATER, ticks
 from dlocks.values import Claim, Ticket
 
@@ -109,5 +108,5 @@ class Direct:
             rows = self.session.packet(text, parameters, flush=flush)
             if not rows or rows[0][0] is not None:
                 return rows
-            time.sleep(random.uniform(0, 0.0005 * 2**number))  # noqa: S311 (jitter)
+            clock.back_off(0.0005 * 2**number)
         raise RowLockedError

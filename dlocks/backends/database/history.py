@@ -50,10 +50,8 @@ class HistoryTable:
         ``now`` is the current time by the clock of ``finished``. A hold that is already
         recorded is left unchanged.
         """
-        from dlocks.models import HoldRecord
-
         records = [
-            HoldRecord(
+            self.records.model(
                 key_resource=one.key,
                 token=one.token,
                 holder=self.store.fitted(one.holder)[:255],

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import random
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -243,7 +241,7 @@ class Holders:
             most = LIVE_WAIT if remaining > 0 else LAPSED_WAIT
             if clock.real_now() > began + most:
                 break
-            time.sleep(random.uniform(0, 0.002 * 2 ** min(number, 5)))  # noqa: S311 (jitter)
+            clock.back_off(0.002 * 2 ** min(number, 5))
         if taken_over and remaining <= 0:
             return False
         raise self.locked(claim.key)

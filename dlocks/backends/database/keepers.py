@@ -10,7 +10,6 @@ user may read ``performance_schema.data_locks``.
 from __future__ import annotations
 
 import math
-import random
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -167,7 +166,7 @@ class Keepers:
         for number in range(LOCKED_TRIES):
             if number:
                 # Most statements lock a row for a moment only.
-                time.sleep(random.uniform(0, 0.002 * 2**number))  # noqa: S311 (jitter)
+                clock.back_off(0.002 * 2**number)
             mine, parameters = self.session.one_of(primary, [*locked], "row")
             sql = f"SELECT {primary} FROM {table}{index} WHERE {mine} {unless}"
             # In a caller's transaction, a row that this locks would stay locked.

@@ -31,16 +31,9 @@ in_child(_turns.clear)
 
 @contextmanager
 def writer_limits(
-    connection: BaseDatabaseWrapper, *, flush: bool = True, writes: bool = True
+    connection: BaseDatabaseWrapper, *, flush: bool = True
 ) -> Iterator[None]:
-    """Limit how long SQLite waits for its single writer, and its flushes.
-
-    What only reads waits for as long as its connection says, usually 5 s. It has to
-    wait only while the writer commits, and has no other way to go on.
-    """
-    if not writes:
-        yield
-        return
+    """Limit how long SQLite waits for its single writer, and its flushes."""
     turn, is_refused = _turns[connection.alias], False
     try:
         is_refused = not turn.acquire(timeout=WRITER_WAIT / 1000)

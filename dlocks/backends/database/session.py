@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import random
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache, lru_cache
@@ -39,6 +37,7 @@ from dlocks.backends.database.failures import (
 )
 from dlocks.backends.database.limits import writer_limits
 from dlocks.exceptions import LockBackendError, LockError
+from dlocks.runtime import clock
 from dlocks.runtime.connected import connection_of
 from dlocks.runtime.pools import close_lost
 from dlocks.runtime.requests import nested_request
@@ -414,12 +413,22 @@ class Session:
 
     # Errors.
 
-    def run(self, work: Callable[..., T], *arguments: Any, **limits: bool) -> T:
+    def run(
+        self,
+        work: Callable[..., T],
+        *arguments: Any,
+        flush: bool = True,
+        writes: bool = True,
+    ) -> T:
         """Call ``work``, and retry it after lost races and lost connections.
 
         It is one statement or one transaction, and may be executed twice. Raise
         RowLockedError if another transaction has locked a row, and LockBackendError for
-        other errors. ``limits`` are those of ``writer_limits()``.
+        other errors.
+
+        On SQLite, what only reads waits for as long as its connection says, usually
+        5 s. It has to wait only while the writer commits, and has no other way to go
+        on.
         """
         connection = self.connection
         inside = in_transaction(connection)
@@ -430,8 +439,8 @@ class Session:
             session = connection.connection
             try:
                 limited: AbstractContextManager[None] = nullcontext()
-                if self.engine.one_writer and not inside:
-                    limited = writer_limits(connection, **limits)
+                if self.engine.one_writer and writes and not inside:
+                    limited = writer_limits(connection, flush=flush)
                 # The ORM closes cursors without wrapping errors.
                 with connection.wrap_database_errors, limited:
                     return work(*arguments)
@@ -490,7 +499,7 @@ class Session:
         ):
             return False
         delay = min(0.004 * 2**tries, CONFLICT_DELAY)
-        time.sleep(random.uniform(0, delay))  # noqa: S311 (jitter)
+        clock.back_off(delay)
         return True
 
     def _is_lost(

@@ -7,8 +7,6 @@ the difference. The rules are there, and nowhere else.
 
 from __future__ import annotations
 
-import random
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -291,27 +289,27 @@ class Store:
             with self.session.transaction():
                 return work(turn)
 
-        began, pause, turn = time.monotonic(), 0.001, False
+        began, pause, turn = clock.real_now(), 0.001, False
         while True:
             try:
                 return self.session.run(attempt, turn, flush=flush)
             except AbsentError as error:
                 keys = sorted(error.args[0])
-                if time.monotonic() > began + ABSENT_FOR:
+                if clock.real_now() > began + ABSENT_FOR:
                     raise unreadable(keys[0], self.session.database) from error
-                if not self.create(keys, until) and time.monotonic() > began + wait:
+                if not self.create(keys, until) and clock.real_now() > began + wait:
                     raise RowLockedError from error
             except ChangedError:
                 pass
             except IntegrityError:
-                if not draws or time.monotonic() > began + ABSENT_FOR:
+                if not draws or clock.real_now() > began + ABSENT_FOR:
                     raise
             except RowLockedError:
-                if engine.limits_waits or time.monotonic() > began + wait:
+                if engine.limits_waits or clock.real_now() > began + wait:
                     raise
                 turn = in_turn and bool(engine.in_turn)
                 if not turn:
-                    time.sleep(random.uniform(0, pause))  # noqa: S311 (jitter)
+                    clock.back_off(pause)
                     pause = min(2 * pause, 0.016)
 
     def _lock(
