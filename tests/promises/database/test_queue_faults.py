@@ -29,10 +29,8 @@ USING = ("default", "optimistic", "insert")
 # MySQL has the driver of MariaDB and nearly the same statements.
 TWO_SERVERS = pytest.mark.engine("postgresql", "mariadb")
 
-# The beginning of the statement of a poll that reads the positions of claims.
-POSITIONS = b'SELECT "dlocks_lockclaim"."owner"'
-if ENGINE != "postgresql":
-    POSITIONS = POSITIONS.replace(b'"', b"`")
+# The beginning of the statement of a poll that reads the holders of keys.
+TURNS = b"SELECT key_resource, owner, version,"
 
 
 class Crowd:
@@ -227,7 +225,7 @@ def test_a_claim_joins_the_queue_once_when_its_reply_is_lost(through_proxy, in_q
         in_queue(1, key)
         assert proxy.swallowed.wait(10), key
         assert observer.call(jobs.waiters, key) in {(1, 1), (1, 0)}
-        proxy.swallow(POSITIONS)
+        proxy.swallow(TURNS)
         assert proxy.swallowed.wait(10), key
         assert holder.call(jobs.release_all) == ["released"]
         released = time.monotonic()
