@@ -134,8 +134,8 @@ class Queue:
         A heartbeat also counts claims that joined while the row was locked.
         """
         tickets: dict[str, Ticket] = {}
-        all_wait = not heartbeat or self._hear([claim.owner for claim in claims])
-        open_claims = self._turns(claims, tickets, all_wait, heartbeat=heartbeat)
+        heard = self._hear([claim.owner for claim in claims]) if heartbeat else None
+        open_claims = self._turns(claims, tickets, heard)
         by_key: dict[str, list[Claim]] = {}
         for claim in open_claims:
             by_key.setdefault(claim.key, []).append(claim)
@@ -144,10 +144,10 @@ class Queue:
             tickets |= self._tickets(name, found.get(name), mine, heartbeat)
         return tickets
 
-    def _hear(self, owners: Sequence[str]) -> bool:
+    def _hear(self, owners: Sequence[str]) -> int:
         """Record a heartbeat of claims, except those that a step is granting.
 
-        Return whether all of them are in the queue.
+        Return the number of those in the queue.
         """
         mine, parameters = self.session.one_of("owner", owners, "owner")
         sql = self.session.engine.many(
@@ -155,23 +155,17 @@ class Queue:
         )
         with suppress(RowLockedError):
             heard = {"heard": ticks(HEARTBEAT_TIMEOUT)}
-            reply = self.session.ask(sql, parameters | heard, flush=False)
-            return reply.changed == len(owners)
-        return False
+            return self.session.ask(sql, parameters | heard, flush=False).changed
+        return 0
 
     def _turns(
-        self,
-        claims: Sequence[Claim],
-        tickets: dict[str, Ticket],
-        all_wait: bool,
-        *,
-        heartbeat: bool,
+        self, claims: Sequence[Claim], tickets: dict[str, Ticket], heard: int | None
     ) -> Sequence[Claim]:
         """Add the tickets of claims whose key has a live exclusive holder.
 
         Return the other claims. This is the usual answer to a notification and to a
-        heartbeat, and costs one plain statement, or two. Unless ``all_wait``, some of
-        the claims may have left the queue.
+        heartbeat, and costs one plain statement, or two. A heartbeat has found
+        ``heard`` of the claims in the queue.
         """
         if self.store.observations is not None:
             return claims
@@ -182,11 +176,14 @@ class Queue:
         owners, more = session.one_of("owner", [one.owner for one in claims], "owner")
         heads: dict[str, Sequence[Any]] = {}
         # A notification usually says that it is the turn of the only claim.
-        for granted in (False,) if heartbeat else (True, False):
+        for granted in (True, False) if heard is None else (False,):
             if len(heads) < len(names):
                 sql = session.sql(session.engine.turns(keys, owners, granted=granted))
                 reply = session.unlocked(session.prepared, sql, parameters | more)
                 heads |= {key: head for key, *head in reply.rows}
+        owned = sum(heads.get(one.key, [""])[0] == one.owner for one in claims)
+        # Otherwise some have left the queue, or other transactions have locked them.
+        all_wait = heard is None or heard + owned >= len(claims)
         rest = []
         for claim in claims:
             owner, token, left, ahead, uncounted = heads.get(
@@ -194,7 +191,7 @@ class Queue:
             )
             if owner == claim.owner:
                 tickets[owner] = Ticket(grant=Grant(token, float(left)))
-            elif not owner or not all_wait or (heartbeat and uncounted):
+            elif not owner or not all_wait or (heard is not None and uncounted):
                 rest.append(claim)
             else:
                 next_check = float(left) + self.store.grace
