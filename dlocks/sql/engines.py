@@ -78,7 +78,7 @@ class Engine:
     # A term that adds nothing to a number. It limits how long an insert waits for a
     # transaction that has inserted the same row, and lets a crash lose the new row.
     insert_wait: str = ""
-    # Inserts the rows of free keys in one statement, as ``insert`` does.
+    # Inserts the rows of many free keys in one statement, as ``insert`` does.
     create_many: str = ""
     greatest: str = "GREATEST"
     # A term around the token by which the reply to an UPDATE contains it as its insert

@@ -546,8 +546,9 @@ class Store:
         return bool(self.outside(partial(self._create, keys, until)))
 
     def _create(self, keys: Sequence[str], until: float) -> bool:
-        session, created = self.session, 0
-        together = "" if session.in_transaction else session.engine.create_many
+        session, created, together = self.session, 0, ""
+        if len(keys) > 1 and not session.in_transaction:
+            together = session.engine.create_many
         for some in batches(keys) if together else zip(keys):
             if clock.now() > until:
                 return False
