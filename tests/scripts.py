@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -24,3 +25,13 @@ def run_python(*arguments, warnings="error", cwd=ROOT, **environment):
         timeout=110,
         check=False,
     )
+
+
+def run_script(script, *, before=""):
+    """Run a user's script in its own process, on this test's database.
+
+    The code of ``before`` runs before the setup of Django.
+    """
+    setup = "\nimport django; django.setup()\n"
+    code = textwrap.dedent(before) + setup + textwrap.dedent(script)
+    return run_python("-c", code, DJANGO_SETTINGS_MODULE="tests.settings")

@@ -45,6 +45,7 @@ def test_every_use_of_the_hold_notices_that_it_has_expired(using, kind, use):
     hold = lock.acquire()
     expire(hold)
     assert not told
+    assert hold.held
     with pytest.raises(LockLost):
         use(hold)
     assert told == [hold]
@@ -53,7 +54,7 @@ def test_every_use_of_the_hold_notices_that_it_has_expired(using, kind, use):
         hold.release()
 
 
-@for_each("using", ["default", "optimistic", "insert", "memory"])
+@for_each("using", ["default", "optimistic", "insert", "memory", "prefixed"])
 @for_each("taken", [False, True])
 def test_the_end_of_a_block_notices_only_that_the_key_was_taken(
     using, taken, in_other_thread

@@ -180,21 +180,6 @@ def test_the_end_of_a_thread_frees_no_key_before_the_commit(
     until(lambda: not is_kept("one key", using))
 
 
-@SERVERS
-@pytest.mark.parametrize("using", ["default", "optimistic", "insert"])
-def test_a_hold_is_entered_again_in_the_transaction_in_which_it_was_left(
-    using, is_kept
-):
-    """The key is kept until that transaction ends, and no longer."""
-    lock = lock_of("one key", using)
-    with transaction.atomic():
-        for _ in range(3):
-            with lock:
-                pass
-            assert is_kept("one key", using)
-    assert not is_kept("one key", using)
-
-
 def test_a_commit_does_not_wait_for_a_hold_that_was_lost(until):
     """A lease that was left in the transaction ends before it, since nobody renews it.
 

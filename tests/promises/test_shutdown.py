@@ -227,19 +227,6 @@ def test_a_hold_without_a_block_is_released_with_a_warning(ends, is_busy, caplog
 
 
 @pytest.mark.front
-def test_a_caller_acquires_again_after_a_shutdown(is_busy):
-    """Another exit handler may use the same key."""
-    lock = db_lock("stock:7")
-    lock.acquire()
-    shutdown()
-    with lock as hold:
-        assert hold.held
-        hold.check()
-        assert is_busy()
-    assert not is_busy()
-
-
-@pytest.mark.front
 def test_the_shutdown_of_an_asgi_server_ends_blocks_with_lock_lost(at_work, is_busy):
     """The requests of synchronous views are still at work in their threads."""
     end = at_work(in_lock(db_lock("stock:7")))

@@ -424,18 +424,18 @@ def test_the_release_of_its_caller_takes_no_hold_from_a_block(
     assert not any(is_busy(key, "memory") for key in keys)
 
 
-@pytest.mark.front
-@pytest.mark.parametrize("keys", [KEYS[:1], KEYS])
+@pytest.mark.parametrize("using", ["default", "memory"])
+@for_each("keys", [KEYS[:1], KEYS])
 def test_no_other_thread_releases_a_lock_under_its_block(
-    keys, in_other_thread, is_busy
+    using, keys, in_other_thread, is_busy
 ):
     """The hold of a ``with db_lock(…)`` block is refused to other threads."""
-    with db_lock(*keys, using="memory") as hold:
-        with pytest.raises(RuntimeError, match="in a block that holds it"):
+    with db_lock(*keys, using=using) as hold:
+        with pytest.raises(RuntimeError, match="thread or task is in a block that hol"):
             in_other_thread(hold.release)
         hold.check()
-        assert all(is_busy(key, "memory") for key in keys)
-    assert not any(is_busy(key, "memory") for key in keys)
+        assert all(is_busy(key, using) for key in keys)
+    assert not any(is_busy(key, using) for key in keys)
 
 
 @pytest.mark.front

@@ -17,7 +17,6 @@ from dlocks.values import Claim
 from tests import jobs
 from tests.for_each import for_each
 from tests.scripts import run_python
-from tests.settings import ENGINE
 from tests.timing import in_time
 
 pytest_plugins = ["tests.promises.stops"]
@@ -26,8 +25,6 @@ pytestmark = [
     pytest.mark.usefixtures("no_claim_left"),
 ]
 
-# Where the strategies have the code in common, each engine tests one of them.
-ONE = {"postgresql": "default", "mariadb": "optimistic"}.get(ENGINE, "insert")
 SERVERS = pytest.mark.engine("postgresql", "mariadb", "mysql")
 # A project with Django's defaults, whose file no other connection can read meanwhile.
 UNREADABLE = """
@@ -64,36 +61,6 @@ HANDOVER_LEASE = 1.5
 
 def claim(key="stock:7", **options):
     return Claim(key=key, **{"ttl": 30.0, "holder": "line", **options})
-
-
-@pytest.mark.engine("postgresql", "mariadb")
-def test_a_renewal_of_a_locked_row_is_retried_in_time(in_queue, threads, until):
-    """A hold from the queue starts with a lease of 1.5 s.
-
-    This does not depend on its ttl. The lease is renewed in time.
-    """
-    holds, checked = [], threading.Event()
-
-    def wait():
-        with db_lock("stock:7", ttl=30) as hold:
-            holds.append(hold)
-            checked.wait(30)
-            hold.check()
-            return hold.remaining
-
-    with db_lock("stock:7"):
-        thread = threads(wait)
-        in_queue(1)
-    until(lambda: holds)
-    with transaction.atomic():
-        ResourceLock.objects.select_for_update().get(pk="stock:7")
-        # A first renewal is due after a third of the lease. The row is locked by then,
-        # unless the keeper was faster.
-        until(lambda: not HANDOVER_LEASE / 2 < holds[0].remaining < HANDOVER_LEASE)
-    until(lambda: holds[0].remaining > 15 or not holds[0].held)
-    checked.set()
-    thread.join(30)
-    assert thread.results[0] > 15
 
 
 @pytest.mark.engine("postgresql", "mariadb")

@@ -50,7 +50,8 @@ def test_another_host_is_served_within_a_poll(workers, in_queue):
     in_time(sorted(waits)[3], 0.12)
 
 
-@pytest.mark.engine("postgresql", "sqlite")
+# tests/promises/database/test_queue_faults.py kills such waiters on servers.
+@pytest.mark.engine("sqlite")
 def test_a_local_message_to_a_dead_process_is_harmless(doomed, in_queue, until):
     """Its claim is skipped in time, and the key is free again."""
     victim = doomed()

@@ -9,7 +9,6 @@ import itertools
 import os
 import threading
 import time
-import warnings
 import weakref
 from functools import partial
 from typing import Any
@@ -428,36 +427,6 @@ def test_a_waiter_that_arrives_during_the_idle_close_is_served(
         released = time.monotonic()
         thread.join(30)
         in_time(thread.results[0] - released, 0.7)
-
-
-@pytest.mark.engine("postgresql", "mariadb")
-def test_a_fork_does_not_disturb_waiters(threads, in_queue):
-    hold = db_lock("stock:7").acquire()
-    thread = threads(lambda: db_lock("stock:7").acquire().release() or time.monotonic())
-    in_queue(1)
-    connection.close()
-    with warnings.catch_warnings():
-        # Python 3.12 and newer warn about forking a process with threads.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            assert db_lock("stock:7", timeout=0.3).try_acquire() is None
-            with contextlib.suppress(LockTimeout):
-                db_lock("stock:7", timeout=0.3).acquire()
-            with db_lock("stock:8"):
-                status = 0
-        finally:
-            os._exit(status)
-    _, status = os.waitpid(pid, 0)
-    assert status == 0
-    time.sleep(2.5)
-    in_queue(1)
-    hold.release()
-    released = time.monotonic()
-    thread.join(30)
-    in_time(thread.results[0] - released, 0.7)
 
 
 @pytest.mark.front

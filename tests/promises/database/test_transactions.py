@@ -30,6 +30,7 @@ from tests.settings import ENGINE
 from tests.timing import eventually, in_time
 from tests.volume import volume
 
+pytest_plugins = ["tests.promises.stops"]
 pytestmark = pytest.mark.django_db(transaction=True)
 
 USING = ["default", "optimistic", "insert"]
@@ -376,7 +377,7 @@ def test_a_lease_in_a_transaction_starts_when_it_is_acquired(using):
             assert cursor.fetchall() == [(True,)]
 
 
-@TWO_SERVERS
+@SERVERS
 @FAMILY
 def test_a_lease_in_a_transaction_is_released_after_the_commit(using, is_busy):
     with transaction.atomic():
@@ -397,7 +398,7 @@ def test_a_lease_in_a_transaction_is_released_after_the_commit(using, is_busy):
 
 
 @TWO_SERVERS
-def test_a_lease_is_released_when_the_atomic_block_has_ended(is_busy, around):
+def test_a_lease_is_released_when_the_atomic_block_has_ended(is_busy, stops):
     """A thread of dlocks may see the end of the transaction first.
 
     This happens if another on-commit callback takes long. An interrupted release is
@@ -406,32 +407,32 @@ def test_a_lease_is_released_when_the_atomic_block_has_ended(is_busy, around):
     """
     begun, asked, called = threading.Event(), [], []
 
-    def slow(method, *arguments, **options):
+    def slow(usual, *_):
         begun.set()
         time.sleep(0.3)
-        return method(*arguments, **options)
+        return usual()
 
-    def interrupted(method, *arguments, **options):
+    def interrupted(usual, *arguments):
         asked.append(arguments)
         if len(asked) == 1:
             raise KeyboardInterrupt
-        return method(*arguments, **options)
+        return usual()
 
-    def fail(method, *arguments, **options):
+    def fail(*_):
         raise LockBackendError("The server is gone.")
 
-    around("release", slow)
+    stops.replace("release", slow)
     with transaction.atomic():
         transaction.on_commit(lambda: begun.wait(30))
         with db_lock("stock:7", scope="lease"):
             pass
     assert not is_busy()
-    around("release", interrupted)
+    stops.replace("release", interrupted)
     with pytest.raises(KeyboardInterrupt), transaction.atomic():
         with db_lock("stock:7", scope="lease"):
             pass
     assert not is_busy()
-    around("release", fail)
+    stops.replace("release", fail)
     with transaction.atomic():
         with db_lock("stock:8", scope="lease"):
             pass
@@ -538,6 +539,15 @@ def test_on_sqlite_a_transaction_cannot_wait_for_a_lease(using, workers):
         assert view(None).status_code == 409
         with pytest.raises(LockNotAwaitable):
             decorated(timeout=3, busy="raise")
+        with pytest.raises(LockNotAwaitable):
+            db_rwlock("stock:7", using=using, timeout=20).read().acquire()
+    # Now this process knows that the key has a queue.
+    with pytest.raises(LockTimeout):
+        db_lock("stock:7", using=using, timeout=0.1).acquire()
+    started = time.monotonic()
+    with transaction.atomic(), pytest.raises(LockNotAwaitable):
+        lock.acquire()
+    took += time.monotonic() - started
     holder.tell()
     holder.hear()
     in_time(took, 5)

@@ -20,7 +20,7 @@ from django.core.exceptions import SynchronousOnlyOperation
 from django.db import connection, connections, transaction
 from django.test import AsyncClient
 
-from dlocks import LockTimeout, aresume_hold, db_lock, db_semaphore
+from dlocks import LockTimeout, aresume_hold, db_lock
 from dlocks.models import LockClaim, ResourceLock
 from tests.for_each import for_each
 from tests.models import Counter
@@ -550,7 +550,8 @@ async def test_tasks_and_sync_code_of_a_request_do_not_deadlock():
         ]
 
 
-@TWO_SERVERS
+# tests/promises/integrations/test_asgi.py has such views on PostgreSQL.
+@pytest.mark.engine("mariadb")
 @pytest.mark.django_db(transaction=True)
 async def test_async_views_lose_no_update_and_leave_no_claim(nothing_left):
     """Async views run concurrently, and before and after sync views.
@@ -619,43 +620,6 @@ async def leave_tasks_behind():
         assert waiting < 2
         await asyncio.sleep(0.005)
     return tasks
-
-
-@pytest.mark.front
-async def test_an_abandoned_generator_releases_next_to_other_blocks():
-    """Each end releases one permit, and a task may close generators in any order."""
-    permits = db_semaphore("downloads", 2, timeout=5)
-    entered, go = asyncio.Event(), asyncio.Event()
-
-    async def stream(lock=permits):
-        async with lock as hold:
-            yield hold
-
-    async def client():
-        async for _ in stream():
-            break
-
-    async def other():
-        async with permits as hold:
-            entered.set()
-            await go.wait()
-            await hold.acheck()
-
-    task = asyncio.create_task(other())
-    await entered.wait()
-    await asyncio.create_task(client())
-    # The permit of the abandoned generator is free again.
-    async with permits:
-        pass
-    go.set()
-    await task
-    more = db_semaphore("more", 5, reentrant=False)
-    first, second = stream(more), stream(more)
-    holds = [await anext(first), await anext(second)]
-    await first.aclose()
-    assert sum(hold.held for hold in holds) == 1
-    await second.aclose()
-    assert not any(hold.held for hold in holds)
 
 
 @pytest.mark.front

@@ -3,12 +3,8 @@
 import asyncio
 import gc
 import logging
-import os
 import random
-import secrets
 import signal
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -21,6 +17,7 @@ from django.db import transaction
 from dlocks import LockError, LockLost, db_lock
 from tests.promises.locks.keys import clear
 from tests.promises.yields import yielding
+from tests.scripts import run_python
 from tests.volume import volume
 
 pytest_plugins = ["tests.promises.stops"]
@@ -217,41 +214,8 @@ def test_a_resource_warning_names_the_line(tmp_path):
         "thread.start(); thread.join()\n"
         "time.sleep(3)\n"
     )
-    ended = run_python("-X", "dev", str(script))
+    ended = run_python("-X", "dev", str(script), warnings="default")
     assert "forgetful.py:7: ResourceWarning: 'stock:7' was lost by" in (ended.stderr)
-
-
-@pytest.mark.engine("postgresql")
-def test_the_test_run_of_a_project_can_forget_a_hold(tmp_path):
-    """The hold keeps no connection open, so the test database can be deleted."""
-    (tmp_path / "forgetful_settings.py").write_text(
-        "from tests.settings import *\n"
-        "INSTALLED_APPS, ROOT_URLCONF = ['dlocks'], None\n"
-        "MIGRATION_MODULES = {'dlocks': None}\n"
-    )
-    run = run_python(
-        *("-m", "django", "test", "tests.forgetful", "--noinput"),
-        PYTHONPATH=f".:{tmp_path}",
-        DJANGO_SETTINGS_MODULE="forgetful_settings",
-        DLOCKS_TEST_DIRECTORY=str(tmp_path),
-        DLOCKS_TEST_NAME=f"forgetful_{secrets.token_hex(4)}",
-    )
-    assert run.returncode == 0, run.stderr
-    assert "Destroying test database" in run.stderr
-    assert "Ran 1 test" in run.stderr
-    # The lock is released when the process ends, and its database is gone.
-    assert "Traceback" not in run.stderr
-
-
-def run_python(*arguments, **environment):
-    return subprocess.run(
-        [sys.executable, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env={**os.environ, "PYTHONPATH": ".", **environment},
-        check=False,
-    )
 
 
 def test_a_released_hold_needs_no_garbage_collection():

@@ -10,7 +10,7 @@ import time
 import pytest
 from django.db import connection, transaction
 
-from dlocks import LockError, LockLost, LockTimeout, db_lock, db_rwlock
+from dlocks import LockLost, db_lock
 from tests import jobs
 from tests.for_each import for_each
 from tests.promises.locks.keys import await_renewal, queued
@@ -55,44 +55,6 @@ def test_an_inner_rollback_does_not_release_an_exited_lease(is_busy):
         assert is_busy()
         assert hold.held
     assert not is_busy()
-
-
-@pytest.mark.front
-def test_each_call_of_an_atomic_function_has_its_own_hold():
-    """The decorator is a single object for all calls.
-
-    The rollback of a recursive call ends its hold.
-    """
-    lock, holds = db_lock("stock:7"), []
-
-    @transaction.atomic
-    def work(depth=0):
-        if depth:
-            with contextlib.suppress(ZeroDivisionError):
-                work(depth - 1)
-            assert not holds[-1].held
-            return
-        holds.append(lock.acquire())
-        assert holds[-1].held
-        if fails:
-            1 / 0  # noqa: B018
-
-    fails = False
-    work()
-    assert not holds[0].held
-    work()
-    assert holds[1] is not holds[0]
-    assert holds[1].token > holds[0].token
-    fails = True
-    work(1)
-    assert len(holds) == 3
-
-
-def test_a_closed_connection_ends_its_holds():
-    with contextlib.suppress(Exception), transaction.atomic():
-        hold = db_lock("stock:7").acquire()
-        connection.close()
-        assert not hold.held
 
 
 @SERVERS
@@ -147,14 +109,6 @@ def test_releasing_a_lost_hold_in_a_transaction_does_not_block(
     thread = threads(work)
     thread.join(40)
     assert thread.results == [True]
-
-
-@SERVERS
-def test_a_hold_of_a_transaction_is_usable_only_in_its_thread(in_other_thread):
-    with transaction.atomic(), db_lock("stock:7") as hold:
-        with pytest.raises(RuntimeError, match="transaction of another thread"):
-            in_other_thread(hold.check)
-        hold.check()
 
 
 @pytest.mark.engine("postgresql")
@@ -250,34 +204,6 @@ async def test_a_waiter_that_misses_its_turn_does_not_hold_the_key(
     hold = await task
     assert hold.token > token
     await hold.arelease()
-
-
-@pytest.mark.engine("sqlite")
-def test_a_busy_key_is_refused_at_once_in_a_sqlite_transaction(workers):
-    """The holder could never release the key.
-
-    The waiting transaction is SQLite's only writer.
-    """
-    (holder,) = workers(1)
-    holder.start(jobs.hold, "stock:7")
-    holder.hear()
-    # Now this process knows that the key has a queue.
-    with pytest.raises(LockTimeout):
-        db_lock("stock:7", timeout=0.1).acquire()
-    started = time.monotonic()
-    for lock in (
-        db_lock("stock:7", timeout=20),
-        db_rwlock("stock:7", timeout=20).read(),
-    ):
-        with (
-            transaction.atomic(),
-            pytest.raises(LockError, match="cannot be waited for inside a transaction"),
-        ):
-            lock.acquire()
-    took = time.monotonic() - started
-    holder.tell()
-    assert holder.hear() == "released"
-    in_time(took, 5)
 
 
 # Renewals.

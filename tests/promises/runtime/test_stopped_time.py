@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from contextlib import contextmanager
@@ -15,8 +14,8 @@ from django.db import connection
 
 from dlocks import LockLost, LockTimeout, StaleVersion, db_lock, resume_hold
 from dlocks.optimistic import retry_on_conflict
-from tests import jobs
 from tests.for_each import for_each
+from tests.sync_and_async import sync_and_async
 
 pytestmark = [
     # Waits have no SQL of their own. The loop of a session lock is another one.
@@ -44,27 +43,15 @@ def lasting(shortest, longest=10.0):
     assert shortest <= monotonic() - began < longest
 
 
-@for_each("using", DATABASE)
-def test_a_busy_key_times_out(using, workers):
-    """``timeout`` is real time."""
-    (worker,) = workers(1)
-    worker.start(jobs.hold, "stock:7", using=using)
-    worker.hear()
-    for stop in freeze, travel:
-        with stop(), lasting(0.2), pytest.raises(LockTimeout):
-            db_lock("stock:7", using=using, timeout=0.2).acquire()
-    worker.tell()
-    worker.hear()
-
-
 @for_each("using", [*DATABASE, "memory"])
-async def test_a_busy_key_times_out_in_a_coroutine(using):
+@sync_and_async
+async def test_a_busy_key_times_out(do, using, in_other_thread):
     """``timeout`` is real time, even if freezegun stops the event loop's clock."""
-    hold = await asyncio.create_task(db_lock("stock:7", using=using).aacquire())
+    hold = await do.sync(in_other_thread, db_lock("stock:7", using=using).acquire)
     for stop in freeze, travel:
         with stop(), lasting(0.2), pytest.raises(LockTimeout):
-            await db_lock("stock:7", using=using, timeout=0.2).aacquire()
-    await hold.arelease()
+            await do.ask(db_lock("stock:7", using=using, timeout=0.2), "acquire")
+    await do.ask(hold, "release")
 
 
 @for_each("using", DATABASE)

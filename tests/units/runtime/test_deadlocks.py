@@ -73,12 +73,6 @@ def test_a_deadlock_is_reported_only_if_it_lasts(monkeypatch):
     assert woken == [1]
 
 
-def test_a_wrong_deadlock_after_is_refused():
-    for value, kind in (("soon", TypeError), (-1, ValueError)):
-        with pytest.raises(kind, match="deadlock_after"):
-            PessimisticBackend("default", deadlock_after=value)
-
-
 class Model:
     """A few callers and keys, whose queues are served until nothing moves."""
 

@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-import textwrap
-
 import pytest
 
-from tests.scripts import run_python
+from tests.scripts import run_script
 
 pytestmark = pytest.mark.django_db(transaction=True)
-
-
-def run_script(script, *, before=""):
-    """Run code before the setup of Django, and a script after it."""
-    setup = "\nimport django; django.setup()\n"
-    code = textwrap.dedent(before) + setup + textwrap.dedent(script)
-    return run_python("-c", code, DJANGO_SETTINGS_MODULE="tests.settings")
 
 
 @pytest.mark.engine("sqlite")
