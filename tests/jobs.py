@@ -934,10 +934,6 @@ def line(pipe, key):
     )
 
 
-def close_connections(pipe):
-    connections.close_all()
-
-
 def threads(pipe):
     return [thread.name for thread in threading.enumerate()]
 

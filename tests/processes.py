@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import importlib
+import json
 import multiprocessing
 import os
 import random
@@ -234,6 +235,15 @@ def _serve(connection: Connection, environment: dict[str, str], far: bool) -> No
             connection.send(("error", traceback.format_exc()))
         else:
             connection.send(("done", result))
+
+
+def on_database(**changes: object) -> dict[str, str]:
+    """Return the environment of a process with changed settings of the database."""
+    from django.db import connection
+
+    names = "ENGINE", "NAME", "USER", "PASSWORD", "HOST", "PORT"
+    there = {name: str(connection.settings_dict[name]) for name in names}
+    return {"DLOCKS_TEST_DATABASES": json.dumps({"default": {**there, **changes}})}
 
 
 def disconnect(pipe: Pipe) -> None:

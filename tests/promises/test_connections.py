@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import io
-import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +20,7 @@ from django.test import TestCase
 from dlocks import LockError, LockTimeout, db_lock, db_rwlock, db_semaphore
 from dlocks.testing import abandoned, held_elsewhere
 from tests import jobs
+from tests.processes import on_database
 from tests.servers import PgBouncer
 from tests.settings import PORT
 from tests.timing import in_time
@@ -30,22 +30,15 @@ pytestmark = pytest.mark.django_db(transaction=True)
 SERVERS = pytest.mark.engine("postgresql", "mariadb", "mysql")
 
 
-def there(**changes):
-    """Return the environment of a process that has changed settings of DATABASES."""
-    settings = connection.settings_dict
-    same = {name: str(settings[name]) for name in ("ENGINE", "NAME", "USER", "HOST")}
-    same |= {"PORT": str(settings["PORT"]), "OPTIONS": settings["OPTIONS"]}
-    databases = {"default": {**same, **changes}}
-    return {"DLOCKS_TEST_DATABASES": json.dumps(databases)}
-
-
 # Without autocommit, as by "AUTOCOMMIT": False in DATABASES.
 
 
 @pytest.fixture
 def manual(doomed):
     """Return a process whose own connections never commit by themselves."""
-    return doomed(**there(AUTOCOMMIT=False))
+    return doomed(
+        **on_database(AUTOCOMMIT=False, OPTIONS=connection.settings_dict["OPTIONS"])
+    )
 
 
 def leases(**policy):

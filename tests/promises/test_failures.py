@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import io
-import json
 import logging
 from contextlib import contextmanager
 
 import pytest
 from django.core.management import CommandError, call_command
 from django.db import connection
-from django.utils.module_loading import import_string
 
 from dlocks import LockBackendError, LockLost, db_lock, db_rwlock, db_semaphore
 from tests.for_each import for_each
+from tests.processes import on_database
 from tests.sync_and_async import sync_and_async
 
+pytest_plugins = ["tests.promises.stops"]
 pytestmark = pytest.mark.django_db(transaction=True)
 
 VENDOR = connection.vendor
@@ -74,30 +74,22 @@ def check_health(pipe):
     return out.getvalue(), records
 
 
-def elsewhere(**changes):
-    """Return the environment of a process on a changed database."""
-    settings = connection.settings_dict
-    there = {name: str(settings[name]) for name in ("ENGINE", "NAME", "USER", "HOST")}
-    there |= {"PORT": str(settings["PORT"]), "PASSWORD": settings["PASSWORD"]}
-    return {"DLOCKS_TEST_DATABASES": json.dumps({"default": {**there, **changes}})}
-
-
 def dead(_request, tmp_path):
     if VENDOR == "sqlite":
-        return elsewhere(NAME=str(tmp_path / "missing" / "db.sqlite3"))
-    return elsewhere(PORT="1")
+        return on_database(NAME=str(tmp_path / "missing" / "db.sqlite3"))
+    return on_database(PORT="1")
 
 
 def without_tables(_request, tmp_path):
     names = {"sqlite": str(tmp_path / "empty.sqlite3"), "postgresql": "postgres"}
-    return elsewhere(NAME=names.get(VENDOR, "mysql"))
+    return on_database(NAME=names.get(VENDOR, "mysql"))
 
 
 def read_only(request, tmp_path):
     """Return the environment of a user that may only read."""
     if VENDOR == "sqlite":
         name = f"file:{connection.settings_dict['NAME']}?mode=ro"
-        return elsewhere(NAME=name, OPTIONS={"uri": True})
+        return on_database(NAME=name, OPTIONS={"uri": True})
     tables = "dlocks_resourcelock", "dlocks_lockclaim", "dlocks_holdrecord"
     password = connection.settings_dict["PASSWORD"]
     if VENDOR == "postgresql":
@@ -119,7 +111,7 @@ def read_only(request, tmp_path):
                 cursor.execute(sql)
 
     request.addfinalizer(drop)
-    return elsewhere(USER="dlocks_reader" if VENDOR == "postgresql" else "reader")
+    return on_database(USER="dlocks_reader" if VENDOR == "postgresql" else "reader")
 
 
 @pytest.mark.parametrize("failing", [dead, without_tables, read_only])
@@ -161,35 +153,23 @@ def test_dlocks_health_prints_each_fact_once(failing, doomed, request, tmp_path)
 # The reason for which a lease was not renewed.
 
 
-class Unrenewed:
-    """A backend that grants and releases, but whose renewals fail."""
-
-    def renew(self, claims):
-        raise LockBackendError("FATAL:  sorry,\n too many connections already")
-
-
-class UnrenewedRows(
-    Unrenewed, import_string("dlocks.backends.database.PessimisticBackend")
-):
-    pass
-
-
-class UnrenewedMemory(Unrenewed, import_string("dlocks.backends.memory.MemoryBackend")):
-    pass
-
-
-@for_each("kind", [UnrenewedRows, UnrenewedMemory])
+@for_each("kind", ["stopping pessimistic", "stopping memory"])
 @sync_and_async
 async def test_the_error_of_a_lost_hold_says_why_its_renewals_failed(
-    do, kind, settings, until
+    do, kind, settings, stops, until
 ):
     """A lease that cannot be renewed ends, and ``LockLost`` has the server's reason.
 
     That is so for one key, for several, and for shared holds. A hold that is lost for
     another reason does not repeat an old one.
     """
-    path = f"{__name__}.{kind.__name__}"
-    settings.DLOCKS = {"failing": {"BACKEND": path, "OPTIONS": {"grace": 0}}}
+
+    def fail(*_):
+        raise LockBackendError("FATAL:  sorry,\n too many connections already")
+
+    failing = {**settings.DLOCKS[kind], "OPTIONS": {"grace": 0}}
+    settings.DLOCKS = {**settings.DLOCKS, "failing": failing}
+    stops.replace("renew", fail, "failing")
     lost = []
     policy = {"using": "failing", "ttl": 0.3, "on_lost": lost.append}
     made = [
@@ -198,7 +178,7 @@ async def test_the_error_of_a_lost_hold_says_why_its_renewals_failed(
         db_semaphore("stock:10", 2, **policy),
         db_rwlock("stock:12", **policy).read(),
     ]
-    if kind is UnrenewedMemory:
+    if kind == "stopping memory":
         del made[2:]
     short = db_lock("stock:11", max_hold=0.15, **policy)
     holds = [await do.ask(lock, "acquire") for lock in [*made, short]]

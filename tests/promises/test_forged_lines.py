@@ -1,24 +1,17 @@
 """Texts of callers cannot forge lines of logs, or act on a terminal."""
 
-import io
 import logging
 import threading
 
 import pytest
 from django.contrib.auth.models import User
-from django.core.management import call_command
 from django.test import Client
 from django.urls import reverse
 
 from dlocks import LockTimeout, db_lock
+from tests.promises.commands.running import run
 
 pytestmark = pytest.mark.django_db(transaction=True)
-
-
-def printed(*command, **options):
-    out = io.StringIO()
-    call_command(*command, stdout=out, no_color=True, **options)
-    return out.getvalue()
 
 
 FORGED = "x\r\n2026-01-01 INFO dlocks.audit forged\x1b[2J\x85\u2028\u2029\u202e\0"
@@ -48,10 +41,8 @@ def test_a_thread_name_cannot_forge_lines(using, settings, caplog, paused, is_bu
     try:
         with pytest.raises(LockTimeout) as caught:
             db_lock("stock:7", using=using, timeout=0).acquire()
-        shown = [
-            printed("list_locks", "--waiting", "--using", using).partition("\n")[2]
-        ]
-        shown.append(printed("list_locks", "--json", "--using", using))
+        shown = [run("list_locks", "--waiting", "--using", using).partition("\n")[2]]
+        shown.append(run("list_locks", "--json", "--using", using))
         assert not HARMFUL - {"\n"} & set("".join(shown))
         locks = reverse("admin:dlocks_resourcelock_changelist")
         client = Client()

@@ -6,7 +6,6 @@ from contextlib import suppress
 
 import pytest
 from django.test import override_settings
-from django.utils.module_loading import import_string
 
 from dlocks import LockLost, db_lock, db_rwlock, db_semaphore, lock_lost
 from dlocks.testing import (
@@ -20,6 +19,7 @@ from tests.for_each import for_each
 from tests.promises.locks.keys import clear
 from tests.sync_and_async import sync_and_async
 
+pytest_plugins = ["tests.promises.stops"]
 pytestmark = pytest.mark.django_db(transaction=True)
 
 # Locks of every kind, all of which take the key "a".
@@ -157,44 +157,25 @@ def test_a_receiver_of_lock_lost_may_acquire_again(using):
 # A loss that is reported while the backend is asked about the hold.
 
 
-class Meanwhile:
-    """A backend that calls a function before it answers a renewal or a check."""
-
-    # Called once.
-    meanwhile = None
-
-    def renew(self, claims):
-        return self._after(super().renew(claims))
-
-    def verify(self, claims, count=None):
-        return self._after(super().verify(claims, count))
-
-    def pin(self, claim, database):
-        return self._after(super().pin(claim, database))
-
-    def _after(self, answer):
-        function, Meanwhile.meanwhile = Meanwhile.meanwhile, None
-        if function is not None:
-            function()
-        return answer
+EVERY_BACKEND = for_each("backend", ["stopping pessimistic", "stopping memory"])
 
 
-class Pessimistic(
-    Meanwhile, import_string("dlocks.backends.database.PessimisticBackend")
-):
-    """The default backend."""
+def meanwhile(stops, function):
+    """Call a function once, when the backend has answered a renewal or a check."""
+    pending = [function]
+
+    def answer(usual, *_):
+        found = usual()
+        if pending:
+            pending.pop()()
+        return found
+
+    for name in ("renew", "verify", "pin"):
+        stops.replace(name, answer)
 
 
-class Memory(Meanwhile, import_string("dlocks.backends.memory.MemoryBackend")):
-    """The backend for tests."""
-
-
-EVERY_BACKEND = for_each("backend", [Pessimistic, Memory])
-
-
-def using_backend(backend):
-    path = f"{__name__}.{backend.__name__}"
-    return override_settings(DLOCKS={"default": {"BACKEND": path}})
+def using_backend(settings, backend):
+    return override_settings(DLOCKS={"default": settings.DLOCKS[backend]})
 
 
 def renew(hold, lock):
@@ -216,7 +197,7 @@ def release_inner(hold, lock):
 @EVERY_BACKEND
 @for_each("kind", KINDS)
 @for_each("use", [renew, check, acquire, release_inner])
-def test_a_loss_during_a_request_is_not_overlooked(backend, kind, use):
+def test_a_loss_during_a_request_is_not_overlooked(backend, kind, use, stops, settings):
     """A hold that was reported lost during the request raises LockLost at its end.
 
     It does so even if the backend's answer, which is older, was that it is held.
@@ -230,11 +211,11 @@ def test_a_loss_during_a_request_is_not_overlooked(backend, kind, use):
 
     lock_lost.connect(receive)
     try:
-        with using_backend(backend):
+        with using_backend(settings, backend):
             hold = kind.acquire()
             if use is release_inner:
                 kind.acquire()
-            Meanwhile.meanwhile = lambda: lose(hold)
+            meanwhile(stops, lambda: lose(hold))
             with pytest.raises(LockLost):
                 use(hold, kind)
             assert not hold.held
@@ -244,15 +225,16 @@ def test_a_loss_during_a_request_is_not_overlooked(backend, kind, use):
             assert len(reported) == 1
     finally:
         lock_lost.disconnect(receive)
-        Meanwhile.meanwhile = None
 
 
 @EVERY_BACKEND
-def test_a_release_during_a_renewal_ends_it_with_an_error(backend, in_other_thread):
+def test_a_release_during_a_renewal_ends_it_with_an_error(
+    backend, in_other_thread, stops, settings
+):
     """``renew()`` does not return for a hold that another thread has released."""
-    with using_backend(backend):
+    with using_backend(settings, backend):
         hold = db_lock("a").acquire()
-        Meanwhile.meanwhile = lambda: in_other_thread(hold.release)
+        meanwhile(stops, lambda: in_other_thread(hold.release))
         with pytest.raises(LockLost, match="has been released"):
             hold.renew()
         hold.release()

@@ -10,73 +10,46 @@ import random
 import signal
 import threading
 import time
-from functools import partialmethod
 
 import pytest
 from django.db import connection
-from django.utils.module_loading import import_string
 
 from dlocks import LockBackendError, db_lock, db_semaphore
 from tests.for_each import for_each
 from tests.volume import volume
 
+pytest_plugins = ["tests.promises.stops"]
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.driver]
 
 
-class Interrupted:
-    """A backend in whose requests a function is called, before and after the work."""
-
-    strike = None
-
-    def _struck(self, name, *args, **kwargs):
-        strike, type(self).strike = type(self).strike, None
-        if strike is not None:
-            strike()
-        result = getattr(super(), name)(*args, **kwargs)
-        if strike is not None:
-            strike()
-        return result
-
-    acquire = partialmethod(_struck, "acquire")
-    acquire_all = partialmethod(_struck, "acquire_all")
-    verify = partialmethod(_struck, "verify")
-    renew = partialmethod(_struck, "renew")
-    release = partialmethod(_struck, "release")
-    holder = partialmethod(_struck, "holder")
-
-
-MEMORY = "dlocks.backends.memory.MemoryBackend"
-DATABASE = "dlocks.backends.database.PessimisticBackend"
-
-
-class InterruptedMemory(Interrupted, import_string(MEMORY)):
-    pass
-
-
-class InterruptedDatabase(Interrupted, import_string(DATABASE)):
-    pass
+# The requests in which a function strikes.
+STRUCK = ["acquire", "acquire_all", "verify", "renew", "release", "holder"]
+USING = for_each("using", ["stopping pessimistic", "stopping memory"])
 
 
 @pytest.fixture
-def interrupted(settings):
-    """Return a function that lets another one strike in the next request."""
-    settings.DLOCKS = {
-        **settings.DLOCKS,
-        "struck default": {
-            "BACKEND": f"{__name__}.InterruptedDatabase",
-            "OPTIONS": {"ttl": 5.0},
-        },
-        "struck memory": {
-            "BACKEND": f"{__name__}.InterruptedMemory",
-            "OPTIONS": {"ttl": 5.0},
-        },
-    }
+def interrupted(stops):
+    """Return a function that lets another one strike in the next request of an alias.
 
-    def strike(function):
-        InterruptedMemory.strike = InterruptedDatabase.strike = function
+    It strikes before the backend does its work, and after it.
+    """
 
-    yield strike
-    strike(None)
+    def strike(function, using):
+        pending = [function]
+
+        def struck(usual, *_):
+            if not pending:
+                return usual()
+            pending.clear()
+            function()
+            result = usual()
+            function()
+            return result
+
+        for name in STRUCK:
+            stops.replace(name, struck, using)
+
+    return strike
 
 
 @pytest.fixture
@@ -134,7 +107,7 @@ def renew(lock):
         hold.renew()
 
 
-@for_each("using", ["default", "memory"])
+@USING
 @for_each("kind", ["signal", "finalizer"])
 @for_each("outer", list(OUTER))
 def test_an_inner_request_is_refused_and_the_outer_one_goes_on(
@@ -142,7 +115,7 @@ def test_an_inner_request_is_refused_and_the_outer_one_goes_on(
 ):
     """Else each reads the reply to the other, or waits for it without end."""
     answers = []
-    other = db_lock("other", using=f"struck {using}")
+    other = db_lock("other", using=using)
 
     def inner():
         for attempt in (other.try_acquire, other.acquire, other.locked):
@@ -151,21 +124,21 @@ def test_an_inner_request_is_refused_and_the_outer_one_goes_on(
             except LockBackendError as error:
                 answers.append("signal handler" in str(error))
 
-    interrupted((by_signal if kind == "signal" else by_finalizer)(inner))
-    OUTER[outer](db_lock("stock:7", using=f"struck {using}"))
+    interrupted((by_signal if kind == "signal" else by_finalizer)(inner), using)
+    OUTER[outer](db_lock("stock:7", using=using))
     assert answers == [True] * 6
-    assert in_other_thread(is_free, "stock:7", "other", using=f"struck {using}")
+    assert in_other_thread(is_free, "stock:7", "other", using=using)
     with other as hold:
         assert hold.held
 
 
-@for_each("using", ["default", "memory"])
+@USING
 def test_an_inner_release_is_refused_and_the_hold_goes_on(
     using, interrupted, by_signal, in_other_thread
 ):
     """It can be released later, and is renewed until then."""
     errors = []
-    hold = db_lock("stock:7", using=f"struck {using}").acquire()
+    hold = db_lock("stock:7", using=using).acquire()
 
     def inner():
         try:
@@ -173,28 +146,28 @@ def test_an_inner_release_is_refused_and_the_hold_goes_on(
         except LockBackendError as error:
             errors.append(error)
 
-    interrupted(by_signal(inner))
-    with db_lock("stock:8", using=f"struck {using}"):
+    interrupted(by_signal(inner), using)
+    with db_lock("stock:8", using=using):
         assert len(errors) == 2
         assert hold.held
         hold.check()
     hold.release()
-    assert in_other_thread(is_free, "stock:7", using=f"struck {using}")
+    assert in_other_thread(is_free, "stock:7", using=using)
 
 
 @pytest.mark.front
 def test_a_finalizer_in_a_renewal_does_not_stop_renewals(interrupted, until):
     """The garbage collector may run in the background threads of dlocks."""
-    errors = []
+    errors, using = [], "stopping pessimistic"
 
     def inner():
         try:
-            db_lock("other", using="struck default").acquire()
+            db_lock("other", using=using).acquire()
         except LockBackendError:
             errors.append(threading.current_thread().name)
 
-    with db_lock("stock:7", using="struck default", ttl=0.9) as hold:
-        interrupted(by_finalizer(inner))
+    with db_lock("stock:7", using=using, ttl=0.9) as hold:
+        interrupted(by_finalizer(inner), using)
         until(lambda: len(errors) == 2)
         time.sleep(1.0)
         hold.check()
@@ -281,10 +254,9 @@ def test_a_lock_in_a_signal_handler_harms_no_query_that_it_interrupts():
         pass
 
 
-@for_each("using", ["default", "memory"])
+@USING
 def test_a_refused_release_can_be_made_later(using, interrupted, is_busy):
     """``lock.release()`` in a signal handler does not forget the hold."""
-    using = f"struck {using}"
     lock = db_lock("a", using=using)
     hold = lock.acquire()
 
@@ -292,7 +264,7 @@ def test_a_refused_release_can_be_made_later(using, interrupted, is_busy):
         with pytest.raises(LockBackendError):
             lock.release()
 
-    interrupted(release)
+    interrupted(release, using)
     hold.check()
     assert lock.held()
     lock.release()

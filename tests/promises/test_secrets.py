@@ -1,6 +1,5 @@
 """The secret owner of a hold stays in the database."""
 
-import io
 import json
 import threading
 
@@ -12,17 +11,12 @@ from django.views.debug import ExceptionReporter
 
 from dlocks import LockBackendError, LockLost, db_lock, db_rwlock, db_semaphore
 from dlocks.values import Claim, HeldKey, WaitingClaim
+from tests.promises.commands.running import run
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
 ResourceLock = apps.get_model("dlocks", "ResourceLock")
 LockClaim = apps.get_model("dlocks", "LockClaim")
-
-
-def printed(*command, **options):
-    out = io.StringIO()
-    call_command(*command, stdout=out, no_color=True, **options)
-    return out.getvalue()
 
 
 def test_a_dump_contains_no_secret_owner(threads, in_queue, tmp_path):
@@ -54,16 +48,16 @@ def test_a_dump_contains_no_secret_owner(threads, in_queue, tmp_path):
     # Two exclusive holds, two shared ones and a waiter.
     assert len(owners) >= 5
     for format in ("json", "jsonl", "xml"):
-        dump = printed("dumpdata", "dlocks", format=format)
+        dump = run("dumpdata", "dlocks", format=format)
         assert "stock:7" in dump
         assert not [owner for owner in owners if owner in dump], format
     hold.release()
     waiter.join()
     hold = lock.acquire()
     path = tmp_path / "dump.json"
-    path.write_text(printed("dumpdata", "dlocks.ResourceLock"))
+    path.write_text(run("dumpdata", "dlocks.ResourceLock"))
     call_command("loaddata", str(path), verbosity=0)
-    (found,) = json.loads(printed("list_locks", "stock:7", "--json"))
+    (found,) = json.loads(run("list_locks", "stock:7", "--json"))
     assert found["state"] in {"held", "stale"}
     with pytest.raises(LockLost):
         hold.check()

@@ -15,6 +15,7 @@ from django.db import connection
 from dlocks import LockTimeout, db_lock, db_rwlock, db_semaphore
 from dlocks.models import LockClaim
 
+pytest_plugins = ["tests.promises.stops"]
 pytestmark = [
     pytest.mark.django_db(transaction=True),
     pytest.mark.engine("postgresql"),
@@ -136,7 +137,7 @@ def test_a_grant_pending_at_an_interrupt_is_released(interrupt, stopped, until, 
 
 @USES
 def test_a_claim_pending_at_an_interrupt_leaves_the_queue(
-    interrupt, stopped, until, in_other_thread, around, times
+    interrupt, stopped, until, in_other_thread, stops, times
 ):
     """After a Ctrl-C, the claim has left the queue when the caller gets the exception.
 
@@ -149,18 +150,13 @@ def test_a_claim_pending_at_an_interrupt_leaves_the_queue(
             db_lock("stock:7", timeout=0.001).acquire()
     pid = connection.connection.info.backend_pid
 
-    def enqueue(method, *arguments):
-        interrupt(then=stopped())
-        return method(*arguments)
-
-    around("enqueue", enqueue)
+    stops.call("enqueue", lambda: interrupt(then=stopped()))
     with pytest.raises(interrupt.kind):
         db_lock("stock:7", timeout=30).acquire()
     until(lambda: is_over(pid))
     if interrupt.kind is KeyboardInterrupt:
         assert not LockClaim.objects.exists()
     in_other_thread(held.release)
-    around("enqueue", lambda method, *arguments: method(*arguments))
     db_lock("stock:7", timeout=30).acquire().release()
 
 

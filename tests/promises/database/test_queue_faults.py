@@ -12,6 +12,7 @@ import time
 import pytest
 
 from tests import jobs
+from tests.processes import disconnect
 from tests.proxy import Proxy
 from tests.servers import SERVERS
 from tests.settings import ENGINE, PORT
@@ -182,7 +183,7 @@ def test_the_queue_survives_a_restart_of_the_server(doomed, tmp_path):
         crowd = Crowd(doomed, tmp_path, **environment)
         for end in (server.stop, server.crash):
             crowd.in_full()
-            crowd.observer.call(jobs.close_connections)
+            crowd.observer.call(disconnect)
             began = time.monotonic()
             end()
             server.start()

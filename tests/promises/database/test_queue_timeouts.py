@@ -24,6 +24,7 @@ from tests.settings import ENGINE
 from tests.timing import in_time
 from tests.volume import volume
 
+pytest_plugins = ["tests.promises.stops"]
 pytestmark = [
     pytest.mark.django_db(transaction=True),
     pytest.mark.usefixtures("no_claim_left"),
@@ -51,7 +52,7 @@ def test_a_claim_that_times_out_leaves_the_queue(in_other_thread):
     "case", [*itertools.product(("lease", "transaction"), ("enqueue", "acquire"))]
 )
 def test_a_claim_that_is_granted_while_it_queues_leaves_the_queue(
-    case, around, threads, workers
+    case, stops, threads, workers
 ):
     """Its turn comes before its thread knows that the claim is in the queue.
 
@@ -68,19 +69,19 @@ def test_a_claim_that_is_granted_while_it_queues_leaves_the_queue(
         other.tell()
         assert other.hear() == "unlocked"
 
-    def enqueue(method, *arguments):
+    def enqueue(usual, *_):
         with row_locked() if locked == "enqueue" else contextlib.nullcontext():
-            ticket = method(*arguments)
+            ticket = usual()
         queued.append(ticket)
         holder.call(jobs.release_all)
         return ticket
 
-    def acquire(method, claim):
+    def acquire(usual, *_):
         if locked == "acquire" and len(queued) == 1:
             queued.append(None)
             with row_locked():
-                return method(claim)
-        return method(claim)
+                return usual()
+        return usual()
 
     def wait():
         block = transaction.atomic() if scope == "transaction" else db_lock("other")
@@ -88,8 +89,8 @@ def test_a_claim_that_is_granted_while_it_queues_leaves_the_queue(
             return LockClaim.objects.filter(key_resource="stock:7").count()
 
     assert holder.call(jobs.acquire, "stock:7")
-    around("enqueue", enqueue)
-    around("acquire", acquire)
+    stops.replace("enqueue", enqueue)
+    stops.replace("acquire", acquire)
     thread = threads(wait)
     thread.join(60)
     assert thread.results == [0]
@@ -97,7 +98,7 @@ def test_a_claim_that_is_granted_while_it_queues_leaves_the_queue(
 
 
 @TWO_SERVERS
-def test_a_key_acquired_at_the_timeout_leaves_no_claim(around, threads, in_queue):
+def test_a_key_acquired_at_the_timeout_leaves_no_claim(stops, threads, in_queue):
     """Otherwise its release would hand the key to an abandoned claim."""
     ended = threading.Event()
 
@@ -105,15 +106,15 @@ def test_a_key_acquired_at_the_timeout_leaves_no_claim(around, threads, in_queue
         with db_lock("stock:7", timeout=2) as hold:
             return hold.queue_length()
 
-    def poll(method, claims, **options):
+    def poll(usual, claims):
         if is_background():
             # The turn of the claim has not come yet.
             return {claim.owner: Ticket(ahead=1) for claim in claims}
         # This is the last poll, at the timeout. Nothing else has sent a heartbeat.
         assert ended.wait(60)
-        return method(claims, heartbeat=True)
+        return usual(heartbeat=True)
 
-    around("poll", poll)
+    stops.replace("poll", poll)
     with transaction.atomic():
         db_lock("stock:7").acquire()
         thread = threads(wait)
@@ -132,7 +133,7 @@ def is_background():
 
 
 @pytest.fixture
-def hang(around):
+def hang(stops):
     """Return a function that makes the background thread hang in a method.
 
     It hangs after the request, as for a reply that does not arrive. The result of the
@@ -140,15 +141,15 @@ def hang(around):
     """
     hangs, go_on = threading.Event(), threading.Event()
 
-    def call(method, *arguments, **options):
-        answer = method(*arguments, **options)
+    def call(usual, *_):
+        answer = usual()
         if is_background():
             hangs.set()
             assert go_on.wait(60)
         return answer
 
     def hang(name):
-        around(name, call)
+        stops.replace(name, call)
         return hangs
 
     yield hang
@@ -195,21 +196,17 @@ def test_a_wait_ends_although_a_return_to_the_queue_hangs(in_queue, threads, han
 
 
 @TWO_SERVERS
-def test_an_interrupted_grant_is_released_in_its_transaction(workers, around):
+def test_an_interrupted_grant_is_released_in_its_transaction(workers, stops):
     """A release outside the transaction would wait for the transaction's end."""
     (holder,) = workers(1)
     assert holder.call(jobs.acquire, "stock:7")
 
-    def enqueue(method, *arguments):
-        holder.call(jobs.release_all)
-        return method(*arguments)
-
-    def acquire(method, claim):
-        if method(claim) is not None:
+    def acquire(usual, *_):
+        if usual() is not None:
             raise KeyboardInterrupt
 
-    around("enqueue", enqueue)
-    around("acquire", acquire)
+    stops.call("enqueue", lambda: holder.call(jobs.release_all))
+    stops.replace("acquire", acquire)
     with transaction.atomic():
         began = time.monotonic()
         with pytest.raises(KeyboardInterrupt):

@@ -8,6 +8,7 @@ import math
 import signal
 import threading
 import time
+from contextlib import ExitStack
 from datetime import timedelta
 
 import pytest
@@ -20,14 +21,15 @@ from dlocks import (
     db_lock,
     lock_acquired,
 )
-from dlocks.backends.memory import MemoryBackend
 from dlocks.models import LockClaim
 from dlocks.testing import lose
 from tests.promises.database.test_faults import on_server, server  # noqa: F401 (fixtures)
 from tests.promises.election.campaigns import next_of, telling
 from tests.scripts import run_python
 from tests.timing import eventually, in_time
+from tests.volume import volume
 
+pytest_plugins = ["tests.promises.stops"]
 pytestmark = pytest.mark.front
 
 
@@ -350,40 +352,19 @@ def test_work_that_raises_lock_lost_is_no_failure(elections, heard, caplog):
     assert not caplog.records
 
 
-class Failing(MemoryBackend):
-    """A backend that may be down."""
+def test_an_outage_does_not_end_the_election(elections, heard, stops, caplog):
+    def fail(*_):
+        raise LockBackendError("away")
 
-    down = threading.Event()
-
-    def acquire(self, *args):
-        return self.answer(super().acquire, *args)
-
-    def renew(self, *args):
-        return self.answer(super().renew, *args)
-
-    def release(self, *args, **kwargs):
-        return self.answer(super().release, *args, **kwargs)
-
-    def answer(self, method, *args, **kwargs):
-        if self.down.is_set():
-            raise LockBackendError("away")
-        return method(*args, **kwargs)
-
-
-def test_an_outage_does_not_end_the_election(elections, heard, settings, caplog):
-    failing = {"BACKEND": f"{__name__}.Failing"}
-    settings.DLOCKS = {**settings.DLOCKS, "failing": failing}
-    one = elections(ttl=0.6, using="failing", **telling(heard, "one"))
+    one = elections(ttl=0.6, using="stopping memory", **telling(heard, "one"))
     one.start()
     _, hold = next_of(heard)
-    Failing.down.set()
-    try:
-        with caplog.at_level(logging.WARNING, "dlocks"):
-            assert next_of(heard) == ("one deposed", hold)
-            assert not one.is_leader
-            eventually(lambda: "cannot reach its backend" in caplog.text)
-    finally:
-        Failing.down.clear()
+    with ExitStack() as outage, caplog.at_level(logging.WARNING, "dlocks"):
+        for name in ("acquire", "renew", "release"):
+            outage.push(stops.replace(name, fail))
+        assert next_of(heard) == ("one deposed", hold)
+        assert not one.is_leader
+        eventually(lambda: "cannot reach its backend" in caplog.text)
     assert next_of(heard)[0] == "one elected"
     assert one.stop(10)
 
@@ -541,25 +522,26 @@ def test_a_killed_leader_is_replaced_soon_after_its_ttl(doomed):
 @DATABASE
 def test_paused_leaders_never_lead_at_the_same_time(doomed):
     """A paused leader is deposed at once when it continues."""
-    crowd = [doomed() for _ in range(3)]
+    crowd, rounds = [doomed() for _ in range(3)], volume(3)
     for worker in crowd:
         campaigns(worker, ttl=1.0)
-    for _ in range(4):
-        leader = next_elected(crowd)
+    leader = next_elected(crowd)
+    for _ in range(rounds):
         leader.stop()
-        time.sleep(2.0)
+        successor = next_elected([one for one in crowd if one is not leader])
         resumed = time.monotonic()
         leader.resume()
         what, deposed, _ = leader.hear()
         assert what == "deposed"
         in_time(deposed - resumed, 1.0)
+        leader = successor
     for worker in crowd:
         worker.tell("stop")
     seen = {}
     for worker in crowd:
         seen |= last_of(worker)
     intervals = sorted(seen.values())
-    assert len(intervals) >= 4
+    assert len(intervals) > rounds
     for (_, end), (begin, _) in zip(intervals, intervals[1:], strict=False):
         assert end < begin
 

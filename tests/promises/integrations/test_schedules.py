@@ -47,13 +47,11 @@ from dlocks.testing import abandoned, frozen_clock, held_elsewhere
 from tests import commands_for_tests, jobs, pages
 from tests.for_each import for_each
 from tests.processes import state_of, states_of
-from tests.promises.database.conftest import around
 from tests.timing import eventually
-
-__all__ = ["around"]
 
 ROOT = Path(__file__).parent.parent.parent.parent
 
+pytest_plugins = ["tests.promises.stops"]
 pytestmark = [
     # Jobs and commands have no SQL of their own.
     pytest.mark.front,
@@ -280,19 +278,19 @@ def test_a_job_that_failed_in_a_transaction_keeps_min_hold():
 
 
 @for_each("keys", [["nightly"], ["nightly", "weekly"]])
-def test_a_job_interrupted_at_its_end_keeps_min_hold(keys, around, is_busy):
+def test_a_job_interrupted_at_its_end_keeps_min_hold(keys, stops, is_busy):
     """The key is kept, however the job ends."""
     interrupted = []
 
-    def interrupt(method, *arguments, **options):
-        answer = method(*arguments, **options)
+    def interrupt(usual, *_):
+        answer = usual()
         if not interrupted:
             interrupted.append(answer)
             raise KeyboardInterrupt
         return answer
 
     with pytest.raises(KeyboardInterrupt), db_lock(*keys, min_hold=60):
-        around("release", interrupt)
+        stops.replace("release", interrupt)
     assert interrupted
     assert all(map(is_busy, keys))
 
@@ -725,7 +723,7 @@ def test_a_command_whose_lock_is_lost_receives_sigterm(run_locked, status, passe
 
 
 def test_a_successful_command_with_a_failed_release_is_a_success(
-    around, monkeypatch, capfd
+    stops, monkeypatch, capfd
 ):
     """The lease expires by itself. It is held even if no thread can be started."""
     start = threading.Thread.start
@@ -737,15 +735,15 @@ def test_a_successful_command_with_a_failed_release_is_a_success(
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
 
-    def fail(*args, **kwargs):
+    def fail(*_):
         raise LockBackendError("the database is away")
 
-    around("release", fail)
+    stops.replace("release", fail)
     call_command("run_locked", "backup", using="brisk", command=["echo", "done"])
     out, err = capfd.readouterr()
     assert out == "done\n"
     assert "the database is away" in err
-    around("acquire", fail)
+    stops.replace("acquire", fail)
     with pytest.raises(CommandError, match="away"):
         call_command("run_locked", "backup", using="brisk", command=["echo", "done"])
 

@@ -13,6 +13,7 @@ from dlocks.models import ResourceLock
 from tests import jobs
 from tests.for_each import for_each
 from tests.models import Counter
+from tests.processes import on_database
 from tests.site import Site
 from tests.volume import volume
 
@@ -34,23 +35,14 @@ def behind_a_pool(size, engine=None):
 
     The connections are to this test's database.
     """
-    there = {
-        name: str(connection.settings_dict[name])
-        for name in ("ENGINE", "NAME", "USER", "HOST", "PORT")
-    }
-    if engine is not None or connection.vendor == "mysql":
-        there["ENGINE"] = engine or "dj_db_conn_pool.backends.mysql"
-    if there["ENGINE"].startswith("dj_db_conn_pool."):
-        there["POOL_OPTIONS"] = {
-            "POOL_SIZE": size,
-            "MAX_OVERFLOW": 0,
-            "TIMEOUT": POOL_TIMEOUT,
-        }
-    else:
-        there["OPTIONS"] = {
-            "pool": {"min_size": size, "max_size": size, "timeout": POOL_TIMEOUT}
-        }
-    return {"DLOCKS_TEST_DATABASES": json.dumps({"default": there})}
+    if engine is None and connection.vendor == "mysql":
+        engine = "dj_db_conn_pool.backends.mysql"
+    engine = engine or connection.settings_dict["ENGINE"]
+    if engine.startswith("dj_db_conn_pool."):
+        limits = {"POOL_SIZE": size, "MAX_OVERFLOW": 0, "TIMEOUT": POOL_TIMEOUT}
+        return on_database(ENGINE=engine, POOL_OPTIONS=limits)
+    limits = {"min_size": size, "max_size": size, "timeout": POOL_TIMEOUT}
+    return on_database(ENGINE=engine, OPTIONS={"pool": limits})
 
 
 @pytest.fixture
