@@ -634,3 +634,27 @@ def is_busy(in_other_thread):
         return in_other_thread(attempt, key, using)
 
     return ask
+
+
+@pytest.fixture
+def signalled():
+    """Return a function that collects what some signals of dlocks report.
+
+    It returns a list of each signal with its hold, or its lock.
+    """
+    connected = []
+
+    def collect(*dispatchers):
+        seen = []
+
+        def receive(signal, **kwargs):
+            seen.append((signal, kwargs.get("hold") or kwargs["lock"]))
+
+        for dispatcher in dispatchers:
+            dispatcher.connect(receive)
+            connected.append((dispatcher, receive))
+        return seen
+
+    yield collect
+    for dispatcher, receive in connected:
+        dispatcher.disconnect(receive)

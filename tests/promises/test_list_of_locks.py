@@ -11,6 +11,7 @@ from django.core.management import call_command
 from django.utils import timezone
 
 from dlocks import db_lock, db_semaphore
+from tests.promises.commands.running import run
 
 pytestmark = [pytest.mark.front, pytest.mark.django_db(transaction=True)]
 
@@ -132,15 +133,9 @@ def test_a_pipe_gets_one_whole_line_for_each_lock(shown, monkeypatch):
     for key in KEYS:
         held(key)
     monkeypatch.delenv("COLUMNS", raising=False)
-    lines = printed()
+    lines = run("list_locks").splitlines()
     assert len(lines) == 1 + len(KEYS)
     assert all(HOLDER in line for line in lines[1:])
     assert sum(line.startswith("z" * 200 + " ") for line in lines) == 1
     in_terminal = shown(80)
-    assert printed() == in_terminal
-
-
-def printed():
-    out = io.StringIO()
-    call_command("list_locks", stdout=out, no_color=True)
-    return out.getvalue().splitlines()
+    assert run("list_locks").splitlines() == in_terminal

@@ -197,34 +197,28 @@ def release_inner(hold, lock):
 @EVERY_BACKEND
 @for_each("kind", KINDS)
 @for_each("use", [renew, check, acquire, release_inner])
-def test_a_loss_during_a_request_is_not_overlooked(backend, kind, use, stops, settings):
+def test_a_loss_during_a_request_is_not_overlooked(
+    backend, kind, use, stops, settings, signalled
+):
     """A hold that was reported lost during the request raises LockLost at its end.
 
     It does so even if the backend's answer, which is older, was that it is held.
     """
     if use in {acquire, release_inner} and not kind.reentrant:
         return
-    reported = []
-
-    def receive(hold, **kwargs):
-        reported.append(hold)
-
-    lock_lost.connect(receive)
-    try:
-        with using_backend(settings, backend):
-            hold = kind.acquire()
-            if use is release_inner:
-                kind.acquire()
-            meanwhile(stops, lambda: lose(hold))
-            with pytest.raises(LockLost):
-                use(hold, kind)
-            assert not hold.held
-            assert len(reported) == 1
-            with pytest.raises(LockLost):
-                hold.release()
-            assert len(reported) == 1
-    finally:
-        lock_lost.disconnect(receive)
+    reported = signalled(lock_lost)
+    with using_backend(settings, backend):
+        hold = kind.acquire()
+        if use is release_inner:
+            kind.acquire()
+        meanwhile(stops, lambda: lose(hold))
+        with pytest.raises(LockLost):
+            use(hold, kind)
+        assert not hold.held
+        assert len(reported) == 1
+        with pytest.raises(LockLost):
+            hold.release()
+        assert len(reported) == 1
 
 
 @EVERY_BACKEND
@@ -283,9 +277,10 @@ def test_an_error_in_one_on_lost_does_not_stop_the_next(using, caplog):
         with pytest.raises(LockLost), db_lock("a", using=using, on_lost=told.append):
             lose("a", using=using)
     assert len(told) == 1
-    assert any(
-        one.exc_info and one.exc_info[0] is ZeroDivisionError for one in caplog.records
-    )
+    (record,) = (one for one in caplog.records if one.exc_info)
+    assert record.exc_info[0] is ZeroDivisionError
+    assert "on_lost of 'a' failed" in record.getMessage()
+    caplog.clear()
 
 
 @for_each("using", ["default", "memory"])

@@ -1,21 +1,12 @@
 """What the page on troubleshooting says of keys that look free."""
 
-import io
-import json
-
 import pytest
-from django.core.management import call_command
 from django.db import connection, transaction
 
 from dlocks import LockTimeout, db_lock
+from tests.promises.commands.running import listed, run
 
 pytestmark = pytest.mark.django_db(transaction=True)
-
-
-def printed(*command, **options):
-    out = io.StringIO()
-    call_command(*command, stdout=out, no_color=True, **options)
-    return out.getvalue()
 
 
 def test_a_key_that_a_transaction_holds_looks_free_until_its_commit(paused):
@@ -33,10 +24,9 @@ def test_a_key_that_a_transaction_holds_looks_free_until_its_commit(paused):
     end = paused(work)
     is_found = connection.vendor == "postgresql"
     try:
-        assert (printed("list_locks") != "No locks.\n") is is_found
-        (lock,) = json.loads(printed("list_locks", "--all", "--json"))
+        assert (run("list_locks") != "No locks.\n") is is_found
         state = "held" if is_found else "free"
-        assert (lock["key"], lock["state"]) == ("stock:7", state)
+        assert listed("--all")["stock:7"]["state"] == state
         assert db_lock("stock:7").locked() is is_found
         assert (db_lock("stock:7").holder() is not None) is is_found
         by = "session .*, in a transaction" if is_found else "an open transaction"

@@ -85,27 +85,9 @@ def test_a_hold_has_the_hold_of_each_key():
 # Many keys.
 
 
-@pytest.fixture
-def sent():
-    """Return a function that returns the number of statements of a call."""
-
-    def count(work):
-        texts = []
-
-        def note(execute, sql, *arguments):
-            texts.append(sql)
-            return execute(sql, *arguments)
-
-        with connection.execute_wrapper(note):
-            result = work()
-        return len(texts), result
-
-    return count
-
-
 @pytest.mark.engine("postgresql", "mariadb", "sqlite")
 @IN_ONE
-def test_the_statements_for_many_keys_grow_with_their_number(using, sent):
+def test_the_statements_for_many_keys_grow_with_their_number(using):
     """Four times as many keys need four times as many statements, new or not."""
     sizes = {}
     for number in (500, 2_000):
@@ -115,8 +97,9 @@ def test_the_statements_for_many_keys_grow_with_their_number(using, sent):
         lock = db_lock(*keys, using=using, timeout=90, ttl=600, renew=False)
         sizes[number] = counts = []
         for _ in ("new", "there"):
-            acquiring, hold = sent(lock.acquire)
-            counts += [acquiring, sent(hold.renew)[0], sent(hold.release)[0]]
+            acquiring, hold = statements(lock.acquire)
+            sent = acquiring, statements(hold.renew)[0], statements(hold.release)[0]
+            counts += map(len, sent)
     pairs = list(zip(sizes[500], sizes[2_000], strict=True))
     assert all(many <= 4 * few for few, many in pairs), pairs
 
@@ -345,27 +328,22 @@ def test_min_hold_keeps_each_key(threads, is_busy, until):
 
 
 @pytest.mark.front
-def test_every_key_is_signalled():
+def test_every_key_is_signalled(signalled):
     """This includes a key that is released because of a timeout."""
-    heard = []
-
-    def receive(signal, hold, **_):
-        heard.append(("acquired" if signal is lock_acquired else "released", hold.key))
-
-    for signal in lock_acquired, lock_released:
-        signal.connect(receive)
-    try:
-        with db_lock("b", "a"):
-            pass
-        release = lend("b")
-        with pytest.raises(LockTimeout):
-            db_lock("a", "b", timeout=1).acquire()
-        release()
-    finally:
-        for signal in lock_acquired, lock_released:
-            signal.disconnect(receive)
-    both = [("acquired", "a"), ("acquired", "b"), ("released", "a"), ("released", "b")]
-    assert heard == [*both, ("acquired", "a"), ("released", "a")]
+    acquired, released = lock_acquired, lock_released
+    seen = signalled(acquired, released)
+    with db_lock("b", "a"):
+        pass
+    release = lend("b")
+    with pytest.raises(LockTimeout):
+        db_lock("a", "b", timeout=1).acquire()
+    release()
+    both = [(acquired, "a"), (acquired, "b"), (released, "a"), (released, "b")]
+    assert [(signal, hold.key) for signal, hold in seen] == [
+        *both,
+        (acquired, "a"),
+        (released, "a"),
+    ]
 
 
 @pytest.mark.front

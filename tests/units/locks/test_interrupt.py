@@ -7,38 +7,16 @@ import time
 
 import pytest
 from asgiref.sync import AsyncToSync, async_to_sync
-from django.db import connection, transaction
+from django.db import connection
 
 from dlocks import LockTimeout, db_lock
 from dlocks.testing import held_elsewhere
 from tests.for_each import for_each
-from tests.internals import backends, coroutines, keeper, writer_limits
+from tests.internals import backends, coroutines, writer_limits
 from tests.volume import volume
 
 pytest_plugins = ["tests.alarms"]
 pytestmark = pytest.mark.django_db(transaction=True)
-
-
-@pytest.mark.front
-@for_each("keys", [("stock:7",), ("stock:7", "stock:8")])
-def test_an_interrupted_release_waits_for_the_commit(keys, monkeypatch):
-    """The next holder sees what the transaction has written."""
-    lock = db_lock(*keys, using="memory", scope="lease")
-    note_end, noted = keeper.add_left, []
-
-    def interrupted(hold):
-        note_end(hold)
-        noted.append(hold)
-        if len(noted) == len(keys):
-            raise ZeroDivisionError
-
-    with transaction.atomic():
-        with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError), lock:
-            patch.setattr(keeper, "add_left", interrupted)
-        assert db_lock("stock:7", using="memory").locked()
-        assert not lock.held()
-    with db_lock("stock:7", using="memory", timeout=0):
-        pass
 
 
 @pytest.mark.front
