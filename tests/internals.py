@@ -27,7 +27,6 @@ NAMES = {
     "notify": "dlocks.backends.database.notify",
     "history_buffers": "dlocks.history:_buffers",
     "database": "dlocks.backends.database",
-    "strategies": "dlocks.backends.database.strategies",
     "holders": "dlocks.backends.database.holders",
     "direct": "dlocks.backends.database.direct",
     "Session": "dlocks.backends.database.session:Session",

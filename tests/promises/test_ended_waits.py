@@ -21,7 +21,7 @@ from dlocks import (
 )
 from dlocks.asgi import release_at_shutdown
 from dlocks.testing import held_elsewhere, undo_shutdown
-from tests.scripts import run_python
+from tests.scripts import run_script
 from tests.settings import DLOCKS
 from tests.timing import eventually
 
@@ -174,9 +174,8 @@ def test_the_error_is_neither_contention_nor_a_failure():
 
 @pytest.mark.front
 def test_a_fork_may_wait_again():
-    done = run_python("-c", """
+    done = run_script("""
 import os
-import django; django.setup()
 from dlocks import LockError, db_lock, shutdown
 from dlocks.testing import held_elsewhere
 
@@ -194,16 +193,15 @@ with held_elsewhere("stock:7", using="default"):
     else:
         wait()
         os._exit(0)
-""", DJANGO_SETTINGS_MODULE="tests.settings")  # fmt: skip
+""")
     assert done.stdout == "LockShutDown\nLockTimeout\n", done.stderr
 
 
 @pytest.mark.front
 def test_a_signal_handler_ends_the_wait_of_its_own_thread():
     """The usual handler of SIGTERM, in a process that waits without an end."""
-    done = run_python("-c", """
+    done = run_script("""
 import os, signal, threading
-import django; django.setup()
 from dlocks import LockShutDown, db_lock, shutdown
 from dlocks.testing import held_elsewhere
 
@@ -221,7 +219,7 @@ with held_elsewhere("stock:7"):
         lock.acquire()
     except LockShutDown:
         print(lock.waiters())
-""", DJANGO_SETTINGS_MODULE="tests.settings")  # fmt: skip
+""")
     assert done.stdout == "[]\n", done.stderr
 
 

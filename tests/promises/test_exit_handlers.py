@@ -8,7 +8,7 @@ import textwrap
 import pytest
 
 from dlocks import db_lock
-from tests.scripts import run_python
+from tests.scripts import run_script
 
 pytestmark = [pytest.mark.front, pytest.mark.django_db(transaction=True)]
 
@@ -29,8 +29,7 @@ def is_held(hold):
     return hold.held
 """
 
-SETUP = """
-import django; django.setup()
+IMPORTS = """
 from django.db import connections
 from dlocks import db_lock, db_semaphore
 """
@@ -45,8 +44,9 @@ def run():
     """
 
     def run(script, *, before="", quiet=True):
-        parts = HELPERS, textwrap.dedent(before), SETUP, textwrap.dedent(script)
-        done = run_python("-c", "".join(parts), DJANGO_SETTINGS_MODULE="tests.settings")
+        done = run_script(
+            IMPORTS + textwrap.dedent(script), before=HELPERS + textwrap.dedent(before)
+        )
         assert done.returncode == 0
         assert not (quiet and done.stderr), done.stderr
         return done

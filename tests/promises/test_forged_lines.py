@@ -20,7 +20,7 @@ HARMFUL = set("\r\n\x0b\x0c\x1b\x85\u2028\u2029\u202e\0")
 
 
 @pytest.mark.parametrize("using", ["default", "memory"])
-def test_a_thread_name_cannot_forge_lines(using, settings, caplog, paused, is_busy):
+def test_a_thread_name_cannot_forge_lines(using, settings, caplog, paused):
     """Line breaks and escape sequences of a thread's name are escaped everywhere.
 
     This applies to logs, errors, lists and the admin. A thread's name may contain a

@@ -18,7 +18,7 @@ from django.utils.module_loading import import_string
 from dlocks import LockBackendError, db_lock, lock_acquired
 from tests.for_each import for_each
 from tests.models import Counter
-from tests.scripts import run_python
+from tests.scripts import run_python, run_script
 
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.driver]
 
@@ -268,8 +268,6 @@ def test_a_child_can_use_locks_that_were_first_used_during_the_fork(using, doome
 
 ENDINGS = """
 import os, sys
-import django
-django.setup()
 from django.db import connection
 from dlocks import db_lock
 from tests.promises.test_forks import session
@@ -287,7 +285,7 @@ with db_lock("parent"):
 
 def test_the_ordinary_end_of_a_child_does_not_end_the_session_of_its_parent():
     """The drivers close all connections when Python ends."""
-    done = run_python("-c", ENDINGS, DJANGO_SETTINGS_MODULE="tests.settings")
+    done = run_script(ENDINGS)
     assert done.stdout == "0 True\n", done.stderr
     # Python 3.13 warns of unclosed connections, so stderr need not be empty.
     assert "Traceback" not in done.stderr

@@ -62,7 +62,7 @@ def test_a_timeout_leaves_the_hold_that_the_caller_has(using, busy, is_busy):
 
 
 @USING
-async def test_a_cancellation_does_not_undo_a_release(using, busy, is_busy, until):
+async def test_a_cancellation_does_not_undo_a_release(using, busy, is_busy):
     """The key is free at once, not only when the event loop is closed.
 
     A task that holds "a" is cancelled while it waits for "a" and "b". Another task

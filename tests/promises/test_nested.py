@@ -133,16 +133,21 @@ def test_an_inner_request_is_refused_and_the_outer_one_goes_on(
 
 
 @USING
+@for_each("by", ["hold", "lock"])
 def test_an_inner_release_is_refused_and_the_hold_goes_on(
-    using, interrupted, by_signal, in_other_thread
+    using, by, interrupted, by_signal, in_other_thread
 ):
-    """It can be released later, and is renewed until then."""
-    errors = []
-    hold = db_lock("stock:7", using=using).acquire()
+    """It can be released later, and is renewed until then.
+
+    ``lock.release()`` in a signal handler does not forget the hold.
+    """
+    errors, lock = [], db_lock("stock:7", using=using)
+    hold = lock.acquire()
+    release = hold.release if by == "hold" else lock.release
 
     def inner():
         try:
-            hold.release()
+            release()
         except LockBackendError as error:
             errors.append(error)
 
@@ -150,8 +155,9 @@ def test_an_inner_release_is_refused_and_the_hold_goes_on(
     with db_lock("stock:8", using=using):
         assert len(errors) == 2
         assert hold.held
+        assert lock.held()
         hold.check()
-    hold.release()
+    release()
     assert in_other_thread(is_free, "stock:7", using=using)
 
 
@@ -252,20 +258,3 @@ def test_a_lock_in_a_signal_handler_harms_no_query_that_it_interrupts():
     assert len(outcomes) == 10
     with db_lock("other"):
         pass
-
-
-@USING
-def test_a_refused_release_can_be_made_later(using, interrupted, is_busy):
-    """``lock.release()`` in a signal handler does not forget the hold."""
-    lock = db_lock("a", using=using)
-    hold = lock.acquire()
-
-    def release():
-        with pytest.raises(LockBackendError):
-            lock.release()
-
-    interrupted(release, using)
-    hold.check()
-    assert lock.held()
-    lock.release()
-    assert not is_busy("a", using)

@@ -134,7 +134,7 @@ def test_a_hold_may_be_passed_on_repeatedly(paused, lost, outlast):
 
 
 @pytest.mark.front
-def test_a_block_keeps_a_hold_of_a_closed_event_loop(paused, lost, outlast):
+def test_a_block_keeps_a_hold_of_a_closed_event_loop(lost, outlast):
     """The hold comes from ``async_to_sync(lock.aacquire)()`` or ``asyncio.run()``."""
     locks = [db_lock("stock:7"), db_lock("a", "b"), db_lock("c", using="memory")]
     holds = [async_to_sync(lock.aacquire)() for lock in locks]

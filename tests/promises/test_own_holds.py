@@ -20,7 +20,7 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 @for_each("using", ["default", "memory"])
 @sync_and_async
-async def test_a_permit_is_known_after_another_one_was_left(do, using, is_busy):
+async def test_a_permit_is_known_after_another_one_was_left(do, using):
     """With ``reentrant=False`` a caller has several permits, and leaves one.
 
     ``held()`` stays True, and the write lock is refused instead of waited for.

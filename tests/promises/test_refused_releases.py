@@ -1,7 +1,7 @@
 """Releases that are refused, and those after the end of the hold's transaction."""
 
 import gc
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 
 import pytest
 from django.db import connection, transaction
@@ -18,31 +18,22 @@ class UndoneError(Exception):
     """The error by which a test rolls a transaction back."""
 
 
-@contextmanager
-def losses():
-    """Return the list of the holds that ``lock_lost`` reports."""
-    reported = []
-
-    def receive(hold, **kwargs):
-        reported.append(hold)
-
-    lock_lost.connect(receive)
-    try:
-        yield reported
-    finally:
-        lock_lost.disconnect(receive)
+@pytest.fixture
+def reported(signalled):
+    """Return a list of each hold that ``lock_lost`` reports, with the signal."""
+    return signalled(lock_lost)
 
 
 @KEYS
 @for_each("entries", [1, 2])
-def test_a_refused_release_changes_nothing(keys, entries, in_other_thread):
+def test_a_refused_release_changes_nothing(keys, entries, in_other_thread, reported):
     """Another thread cannot release or check a hold of this thread's transaction.
 
     The attempt raises RuntimeError. The hold stays as it was, however often it was
     entered, and its own thread still checks and releases it.
     """
     lock = db_lock(*keys)
-    with losses() as reported, transaction.atomic():
+    with transaction.atomic():
         for _ in range(entries):
             hold = lock.acquire()
         for use in (hold.release, hold.check, hold.release):
@@ -78,51 +69,51 @@ def test_a_refused_block_end_changes_nothing(in_other_thread):
 
 @KEYS
 @for_each("end", ["commit", "rollback"])
-def test_a_release_after_the_transaction_does_nothing(keys, end, in_other_thread):
+def test_a_release_after_the_transaction_does_nothing(
+    keys, end, in_other_thread, reported
+):
     """The work was committed under the lock, or it was undone.
 
     So ``release()`` neither raises LockLost nor reports a loss. It may be called more
     than once and from any thread, also inside the next transaction.
     """
-    with losses() as reported:
-        for later in ("at once", "in the next transaction", "in another thread"):
-            told = []
-            try:
-                with transaction.atomic():
-                    hold = db_lock(*keys, on_lost=told.append).acquire()
-                    if end == "rollback":
-                        raise UndoneError
-            except UndoneError:
-                pass
-            assert not hold.held
-            if later == "in another thread":
-                in_other_thread(hold.release)
-            elif later == "in the next transaction":
-                with transaction.atomic():
-                    hold.release()
-            else:
+    for later in ("at once", "in the next transaction", "in another thread"):
+        told = []
+        try:
+            with transaction.atomic():
+                hold = db_lock(*keys, on_lost=told.append).acquire()
+                if end == "rollback":
+                    raise UndoneError
+        except UndoneError:
+            pass
+        assert not hold.held
+        if later == "in another thread":
+            in_other_thread(hold.release)
+        elif later == "in the next transaction":
+            with transaction.atomic():
                 hold.release()
+        else:
             hold.release()
-            assert not hold.held
-            assert not told
+        hold.release()
+        assert not hold.held
+        assert not told
     assert not reported
     with db_lock(*keys, timeout=0):
         pass
 
 
-def test_a_release_in_on_commit_does_nothing():
+def test_a_release_in_on_commit_does_nothing(reported):
     """A callback of ``on_commit()`` runs when the database has freed the key."""
-    with losses() as reported:
-        with transaction.atomic(), transaction.atomic():
-            hold = db_lock("stock:7").acquire()
-            transaction.on_commit(hold.release)
-        assert not hold.held
+    with transaction.atomic(), transaction.atomic():
+        hold = db_lock("stock:7").acquire()
+        transaction.on_commit(hold.release)
+    assert not hold.held
     assert not reported
 
 
-def test_a_release_after_the_rollback_of_a_savepoint_raises():
+def test_a_release_after_the_rollback_of_a_savepoint_raises(reported):
     """The outer transaction goes on, and its work is no longer under the lock."""
-    with losses() as reported, transaction.atomic():
+    with transaction.atomic():
         try:
             with transaction.atomic():
                 hold = db_lock("stock:7").acquire()
@@ -132,30 +123,31 @@ def test_a_release_after_the_rollback_of_a_savepoint_raises():
         assert not hold.held
         with pytest.raises(LockLost, match="its transaction has ended"):
             hold.release()
-        assert reported == [hold]
+        assert reported == [(lock_lost, hold)]
 
 
-def test_a_release_after_a_lost_connection_raises():
+def test_a_release_after_a_lost_connection_raises(reported):
     """The transaction was rolled back, although its block is still open."""
-    with losses() as reported, transaction.atomic():
+    with transaction.atomic():
         hold = db_lock("stock:7").acquire()
         connection.close()
         assert not hold.held
         with pytest.raises(LockLost):
             hold.release()
-        assert reported == [hold]
+        assert reported == [(lock_lost, hold)]
 
 
 @for_each("of", ["lock", "hold"])
-def test_a_block_that_outlives_its_transaction_raises(of):
+def test_a_block_that_outlives_its_transaction_raises(of, signalled):
     """A part of the block was not under the lock, and ends with LockLost."""
-    with losses() as reported, ExitStack() as block:
+    reported = signalled(lock_lost)
+    with ExitStack() as block:
         with transaction.atomic():
             lock = db_lock("stock:7")
             hold = block.enter_context(lock if of == "lock" else lock.acquire())
         with pytest.raises(LockLost, match="its transaction has ended"):
             block.close()
-        assert reported == [hold]
+        assert reported == [(lock_lost, hold)]
 
 
 def test_a_lock_is_released_after_the_transaction_without_its_hold():

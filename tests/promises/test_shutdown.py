@@ -29,21 +29,9 @@ WHY = "its process released all of its locks"
 
 
 @pytest.fixture
-def ends():
-    """Return the signals of the ends of holds, and their keys."""
-    seen = []
-
-    def note_loss(hold, **_):
-        seen.append(("lost", hold.key))
-
-    def note_release(hold, **_):
-        seen.append(("released", hold.key))
-
-    lock_lost.connect(note_loss)
-    lock_released.connect(note_release)
-    yield seen
-    lock_lost.disconnect(note_loss)
-    lock_released.disconnect(note_release)
+def ends(signalled):
+    """Return the signals of the ends of holds, with the holds."""
+    return signalled(lock_lost, lock_released)
 
 
 @pytest.fixture
@@ -147,7 +135,8 @@ def test_blocks_whose_keys_a_shutdown_released_end_with_lock_lost(
     ]
     with caplog.at_level(logging.WARNING, "dlocks"):
         shutdown()
-    assert sorted(ends) == sorted(("lost", key) for key in KEYS)
+    assert {signal for signal, _ in ends} == {lock_lost}
+    assert sorted(hold.key for _, hold in ends) == sorted(KEYS)
     assert not any(is_busy(key, using) for key in KEYS)
     for end in works:
         error = end()
@@ -215,7 +204,7 @@ def test_a_hold_without_a_block_is_released_with_a_warning(ends, is_busy, caplog
     with caplog.at_level(logging.WARNING, "dlocks"):
         shutdown()
     assert "'stock:7' was never released by" in caplog.text
-    assert ends == [("released", "stock:7")]
+    assert ends == [(lock_released, hold)]
     assert not is_busy()
     ends.clear()
     assert not hold.held

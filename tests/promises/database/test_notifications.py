@@ -52,7 +52,7 @@ def test_another_host_is_served_within_a_poll(workers, in_queue):
 
 # tests/promises/database/test_queue_faults.py kills such waiters on servers.
 @pytest.mark.engine("sqlite")
-def test_a_local_message_to_a_dead_process_is_harmless(doomed, in_queue, until):
+def test_a_local_message_to_a_dead_process_is_harmless(doomed, in_queue):
     """Its claim is skipped in time, and the key is free again."""
     victim = doomed()
     with db_lock("stock:7"):
@@ -119,7 +119,7 @@ def test_local_processes_hardly_poll(doomed):
 
 
 @pytest.mark.engine("mariadb")
-def test_a_process_may_end_while_a_thread_waits(in_queue):
+def test_a_process_may_end_while_a_thread_waits():
     """It ends without a warning."""
     text = """
 import os, threading, time

@@ -120,7 +120,7 @@ def test_the_session_of_a_transaction_is_the_holder(how, doomed, boss):
 
 
 @POSTGRESQL
-def test_no_other_session_is_named(workers, doomed):
+def test_no_other_session_is_named(workers):
     """Of several earlier writers, none is named as the owner of a savepoint."""
     first, second = workers(2)
     with_sessions("a", "b")

@@ -238,7 +238,7 @@ async def test_the_current_hold_is_that_of_the_innermost_decorated_function():
         await sync_to_async(current_hold)()
 
 
-def test_the_current_hold_of_a_command(monkeypatch):
+def test_the_current_hold_of_a_command():
     class Command(SingleInstance, BaseCommand):
         lock_key = "command"
 

@@ -92,7 +92,7 @@ def test_waiters_are_listed_in_the_order_of_the_queue(using, crowd):
 
 @EVERY
 @sync_and_async
-async def test_other_processes_see_holders_and_waiters(do, using, workers, until):
+async def test_other_processes_see_holders_and_waiters(do, using, workers):
     """A session lock only knows their sessions."""
     if using == "memory":
         return

@@ -228,7 +228,7 @@ def test_a_slow_on_lost_callback_does_not_delay_other_renewals():
 
 
 @pytest.mark.front
-def test_an_error_of_one_backend_does_not_stop_other_renewals(stops, until, caplog):
+def test_an_error_of_one_backend_does_not_stop_other_renewals(stops, until):
     tries = []
 
     def fail(usual, claims):

@@ -77,7 +77,7 @@ async def test_a_try_of_several_keys_acquires_all_or_none(
 @pytest.mark.front
 @for_each("using", ["default", "memory"])
 @sync_and_async
-async def test_a_try_raises_what_is_no_matter_of_time(do, using, in_other_thread):
+async def test_a_try_raises_what_is_no_matter_of_time(do, using):
     """None would let the caller try again, and wait for itself again."""
     await do.sync(abandoned, "stock:7", using=using)
     lock = db_lock("stock:7", using=using, takeover=False)

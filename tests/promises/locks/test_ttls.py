@@ -51,7 +51,7 @@ async def test_a_lease_lasts_for_its_new_ttl_from_now(do, using):
 
 
 @EVERY
-def test_the_lease_is_renewed_as_often_as_its_new_ttl_needs(using, in_other_thread):
+def test_the_lease_is_renewed_as_often_as_its_new_ttl_needs(using):
     """The keeper does not sleep for a third of the ttl that was before."""
     with db_lock("stock:7", using=using, ttl=60) as hold:
         hold.renew(ttl=1.5)
@@ -111,7 +111,7 @@ def test_a_new_max_hold_in_a_guarded_transaction_and_in_the_next_process():
 
 @EVERY
 @sync_and_async
-async def test_several_keys_have_the_new_ttl(do, using, django_assert_num_queries):
+async def test_several_keys_have_the_new_ttl(do, using):
     lock = db_lock("a", "b", "c", using=using)
     async with do.block(lock) as hold:
         await do.ask(hold, "renew", ttl=100)

@@ -490,9 +490,7 @@ def test_a_loss_is_reported_if_no_thread_can_be_started(monkeypatch, until):
 # What delays no renewal and no loss of another hold.
 
 
-def test_a_slow_release_of_a_lost_hold_delays_no_other_loss(
-    stops, threads, in_other_thread
-):
+def test_a_slow_release_of_a_lost_hold_delays_no_other_loss(stops, in_other_thread):
     """A lease that was left in a transaction has reached its ``max_hold``."""
     lost = threading.Event()
     other = db_lock(
@@ -507,7 +505,7 @@ def test_a_slow_release_of_a_lost_hold_delays_no_other_loss(
         stop.go_on()
 
 
-def test_a_slow_receiver_delays_no_renewal(threads, in_other_thread, monkeypatch):
+def test_a_slow_receiver_delays_no_renewal(in_other_thread):
     """A lease that was left in a transaction is released after its rollback."""
     begun, end = threading.Event(), threading.Event()
 
