@@ -670,24 +670,16 @@ def test_locks_do_not_change_the_settings_of_the_session():
 # Views and test cases.
 
 
+# The request needs all apps of the test project.
 @pytest.mark.django_db(transaction=True)
-@pytest.mark.parametrize(
-    "atomic_requests",
-    [
-        pytest.param(False, marks=pytest.mark.engine("mariadb")),
-        pytest.param(True, marks=TWO_SERVERS),
-    ],
-)
-def test_a_view_loses_no_update(atomic_requests, threads):
-    """With ATOMIC_REQUESTS the lock ends with the request's commit.
-
-    It does not end with the block.
-    """
+@TWO_SERVERS
+def test_a_view_with_atomic_requests_loses_no_update(threads):
+    """The lock ends with the request's commit, and not with the block."""
     Counter.objects.create(name="views")
     requests = volume(5)
 
     def visit():
-        connection.settings_dict["ATOMIC_REQUESTS"] = atomic_requests
+        connection.settings_dict["ATOMIC_REQUESTS"] = True
         return {Client().post("/increment/").content for _ in range(requests)}
 
     with override_settings(
@@ -699,8 +691,7 @@ def test_a_view_loses_no_update(atomic_requests, threads):
                 visitor.join(60)
         finally:
             connection.settings_dict["ATOMIC_REQUESTS"] = False
-    scope = b"transaction" if atomic_requests else b"lease"
-    assert [visitor.results for visitor in visitors] == [[{scope}]] * 4
+    assert [visitor.results for visitor in visitors] == [[{b"transaction"}]] * 4
     assert Counter.objects.get(name="views").value == 4 * requests
 
 

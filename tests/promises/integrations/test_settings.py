@@ -98,6 +98,10 @@ SETTINGS_ERRORS = [
     ({**MEMORY, "OPTIONS": {"timeout": -1}}, r"'default'.*timeout must be 0 or more"),
     ({**MEMORY, "OPTIONS": {"prefix": 7}}, r"'default'.*prefix"),
     ({"OPTIONS": {"history": "yes"}}, "history must be True or False, not 'yes'"),
+    ({"OPTIONS": {"deadlock_after": "soon"}}, "'default'.*deadlock_after"),
+    ({"OPTIONS": {"deadlock_after": -1}}, "'default'.*deadlock_after"),
+    ({**MEMORY, "OPTIONS": {"slow_wait": "long"}}, "'default'.*slow_wait"),
+    ({**MEMORY, "OPTIONS": {"slow_hold": "long"}}, "'default'.*slow_hold"),
 ]
 
 

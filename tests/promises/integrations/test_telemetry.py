@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from django.core.exceptions import ImproperlyConfigured
 from django.core.management import call_command
 from django.db import transaction
 from django.test import override_settings
@@ -88,7 +87,7 @@ def slow(**options):
 
 @slow(slow_hold=2)
 def test_a_slow_hold_is_a_warning_and_a_quicker_one_is_not(caplog, frozen_lock_clock):
-    """A slow hold that is lost is one too. A wrong threshold is refused."""
+    """A slow hold that is lost is one too."""
     for seconds in (1.9, 2.0):
         with db_lock("stock:7") as hold:
             frozen_lock_clock.tick(seconds)
@@ -100,10 +99,6 @@ def test_a_slow_hold_is_a_warning_and_a_quicker_one_is_not(caplog, frozen_lock_c
         frozen_lock_clock.tick(3)
         lose(hold)
     assert "was held for 3.000 s" in caplog.text
-    for option in ("slow_wait", "slow_hold"):
-        with slow(**{option: "long"}):
-            with pytest.raises(ImproperlyConfigured, match=option):
-                db_lock("stock:7").acquire()
 
 
 @slow(slow_wait=2)
