@@ -104,18 +104,14 @@ def disconnect(backend: Any) -> None:
 
     The server releases its holds and ends its waits.
     """
-    with backend._mutex:
-        if hasattr(backend, "ensemble"):
-            for entry in backend._all():
-                backend._forget(entry)
-            backend._orphans.clear()
-            sessions = []
-        else:
-            for entry in list(backend._entries.values()):
-                if entry.waiting:
-                    backend._forget(entry)
-            sessions = backend._sessions()
+    claims = backend.claims
+    with claims.mutex:
+        for entry in claims.all():
+            if entry.waiting or hasattr(backend, "ensemble"):
+                claims.forget(entry)
     if hasattr(backend, "ensemble"):
+        claims.orphans.clear()
         backend.ensemble.close()
-    for session in sessions:
-        backend._close_session(session)
+        return
+    for session in backend.sessions.all():
+        backend.sessions.close(session)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, ClassVar
+from typing import Generic, TypeVar
 
 from dlocks.backends.base import Backend
 from dlocks.backends.notifiers import RecentKeys
@@ -40,80 +40,83 @@ class LocalEntry:
     # Removed from all tables.
     gone: bool = False
 
+    def as_holder(self) -> Holder:
+        remaining = self.ends_at - clock.now()
+        return Holder(
+            key=self.claim.key,
+            holder=self.claim.holder,
+            owner_ip=self.claim.owner_ip,
+            since=datetime.fromtimestamp(self.since, UTC),
+            remaining=remaining,
+            token=self.token or 0,
+            count=self.count,
+            stale=remaining <= 0,
+        )
 
-class LocalClaims(Backend):
-    """The tables of these claims, and the mutex that guards them."""
 
-    maintainer_name: ClassVar[str]
-    _maintain: Callable[[], None]
-    # By owner, and those released whose key stays taken until ``ends_at``.
-    _entries: dict[str, Any]
-    _kept: set[Any]
+E = TypeVar("E", bound=LocalEntry)
 
-    def _reset(self) -> None:
+
+class LocalClaims(Generic[E]):
+    """The tables of these claims, the mutex that guards them, and their maintenance.
+
+    The thread that ``maintain_from()`` starts calls ``maintain``.
+    """
+
+    def __init__(self, thread: str, maintain: Callable[[], None]) -> None:
         # It is never held during a request. Code enters this mutex instead of the
         # condition: it is implemented in C, so a signal cannot leave it locked.
-        self._mutex = threading.Lock()
-        self._changed = threading.Condition(self._mutex)
-        self._entries = {}
-        self._kept = set()
+        self.mutex = threading.Lock()
+        self.changed = threading.Condition(self.mutex)
+        # By owner, and those released whose key stays taken until ``ends_at``.
+        self.entries: dict[str, E] = {}
+        self.kept: set[E] = set()
         # Keys that another claim held at the last attempt.
-        self.contended: RecentKeys = RecentKeys()
-        self._maintainer = BackgroundThread(self.maintainer_name, self._maintain)
-        self._maintains_at = 0.0
-
-    def refusal(self, claim: Claim) -> str | None:
-        if (why := super().refusal(claim)) is not None:
-            return why
-        kind = type(self).__name__
-        if claim.shared and claim.permits < UNLIMITED:
-            return f"{kind} does not support semaphores."
-        if not claim.takeover:
-            return (
-                f"{kind} does not support takeover=False, because it does not record"
-                " whether the last holder released the key."
-            )
-        return None
+        self.contended = RecentKeys()
+        self.maintainer = BackgroundThread(thread, maintain)
+        self.maintains_at = 0.0
 
     # The caller of these methods holds the mutex. Python handles signals after calls.
     # So the assignments that belong together follow the last call.
 
-    def _granted(self, entry: Any, token: int) -> None:
+    def all(self) -> list[E]:
+        return [*self.entries.values(), *self.kept]
+
+    def granted(self, entry: E, token: int) -> None:
         """Record a grant, which has to be collected or renewed within its ttl."""
         entry.ends_at = clock.now() + entry.claim.ttl
         entry.token, entry.waiting, entry.since = token, False, time.time()
-        self._maintain_from(entry.ends_at)
+        self.maintain_from(entry.ends_at)
 
-    def _keep(self, entry: Any, keep: float) -> None:
+    def keep(self, entry: E, keep: float) -> None:
         """Release an entry, but keep its key taken."""
-        self._kept.add(entry)
+        self.kept.add(entry)
         entry.kept, entry.ends_at = True, clock.now() + keep
-        del self._entries[entry.claim.owner]
-        self._maintain_from(entry.ends_at)
+        del self.entries[entry.claim.owner]
+        self.maintain_from(entry.ends_at)
 
-    def _forget(self, entry: Any) -> None:
-        owner: str = entry.claim.owner
-        self._kept.discard(entry)
-        if self._entries.get(owner) is entry:
-            del self._entries[owner]
+    def forget(self, entry: E) -> None:
+        owner = entry.claim.owner
+        self.kept.discard(entry)
+        if self.entries.get(owner) is entry:
+            del self.entries[owner]
         entry.gone, entry.waiting = True, False
 
-    def _maintain_from(self, due: float = math.inf) -> None:
+    def maintain_from(self, due: float = math.inf) -> None:
         """Ensure that the maintenance thread runs, and checks its work when due."""
         with suppress(PythonIsExitingError):
-            if not self._maintainer.start() and due < self._maintains_at:
-                self._changed.notify()
+            if not self.maintainer.start() and due < self.maintains_at:
+                self.changed.notify()
 
-    @staticmethod
-    def _own_holder(entry: Any) -> Holder:
-        remaining = entry.ends_at - clock.now()
-        return Holder(
-            key=entry.claim.key,
-            holder=entry.claim.holder,
-            owner_ip=entry.claim.owner_ip,
-            since=datetime.fromtimestamp(entry.since, UTC),
-            remaining=remaining,
-            token=entry.token or 0,
-            count=entry.count,
-            stale=remaining <= 0,
+
+def refusal_of(backend: Backend, claim: Claim) -> str | None:
+    """Return why a backend with local claims refuses a claim, or None."""
+    kind = type(backend).__name__
+    if claim.shared and claim.permits < UNLIMITED:
+        return f"{kind} does not support semaphores."
+    if not claim.takeover:
+        return (
+            f"{kind} does not support takeover=False, because it does not record"
+            " whether the last holder released the key."
         )
+    return None

@@ -25,24 +25,28 @@ import atexit
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, ClassVar
 
 from django.core import checks
 from django.core.exceptions import ImproperlyConfigured
 from django.utils.translation import gettext_lazy
 
+from dlocks.backends.base import Backend
 from dlocks.backends.database.session import Session as CallerSession
-from dlocks.backends.session.queue import EngineQueue
-from dlocks.backends.session.sessions import Entry, Session, SessionDiedError
-from dlocks.backends.session.waiting_claims import SessionInspector
+from dlocks.backends.local_claims import refusal_of
+from dlocks.backends.notifiers import Notifier
+from dlocks.backends.session.claims import Claims, Entry
+from dlocks.backends.session.inspector import SessionInspector
+from dlocks.backends.session.queue import EngineQueue, Grants
+from dlocks.backends.session.session import Session, SessionDiedError
+from dlocks.backends.session.sessions import Sessions
+from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
 from dlocks.runtime.process import each_in_child
-from dlocks.sql.clock import TICKS
-from dlocks.values import Claim, Grant, Holder, seconds
+from dlocks.values import Claim, Grant, Holder, Ticket, seconds
 
 
-class SessionBackend(EngineQueue):
+class SessionBackend(Backend):
     """A backend that uses the session locks of a database server.
 
     ``database`` is an alias of DATABASES. A connection without a reply is trusted for
@@ -59,6 +63,7 @@ class SessionBackend(EngineQueue):
     grants_in_queue: ClassVar[bool] = False
     waits_in_statement: ClassVar[bool] = True
     supports_fencing: ClassVar[bool] = False
+    inspector: SessionInspector
     unlisted = gettext_lazy(
         "The database knows only digests of the keys. Call holder() of a lock instead."
     )
@@ -91,17 +96,24 @@ class SessionBackend(EngineQueue):
         self.caller = CallerSession(database)
         self.renew_every = seconds("ping", ping, above_zero=True)
         self.linger = seconds("linger", linger)
-        self.places = waiting
-        self.session_pooling = session_pooling
-        self.inspector = SessionInspector(self)
+        self._places, self._pooled = waiting, session_pooling
         if deadlock_after is not None:
             self.deadlock_after = seconds("deadlock_after", deadlock_after)
         self._reset()
         _backends.add(self)
 
+    def _reset(self) -> None:
+        self.claims = Claims(self._maintain)
+        self.contended = self.claims.contended
+        self.sessions = Sessions(self, self.claims, pooled=self._pooled)
+        self.inspector = SessionInspector(self, self.claims, self.sessions)
+        self.queue = EngineQueue(
+            self.claims, self.sessions, self._places, self.inspector.comment_of
+        )
+
     @property
     def supports_sharing(self) -> bool:  # type: ignore[override]
-        return self._kind.shares
+        return self.sessions.kind.shares
 
     supports_transactions = supports_sharing
 
@@ -114,17 +126,18 @@ class SessionBackend(EngineQueue):
     def acquire(self, claim: Claim) -> Grant | None:
         if claim.scope == "transaction":
             return self._acquire_in_transaction(claim)
-        entry = self._entries.get(claim.owner)
+        entry = self.claims.entries.get(claim.owner)
         if entry is not None:
             return self._acquire_again(entry)
-        grant = self._on_session(partial(self._try_new, claim), claim)
+        grant = self.sessions.run(lambda session: self._try(claim, session), claim)
         if grant is None:
-            self.contended.add(claim.key)
+            self.claims.contended.add(claim.key)
         return grant
 
-    def _try_new(self, claim: Claim, session: Session) -> Grant | None:
-        entry = Entry(claim, name=self._name(claim.key))
-        return Grant(entry.token or 0) if self._try(entry, session) else None
+    def _try(self, claim: Claim, session: Session) -> Grant | None:
+        entry = Entry(claim, name=self.sessions.name(claim.key))
+        self.sessions.attempt(entry, session)
+        return None if entry.token is None else Grant(entry.token)
 
     def _acquire_again(self, entry: Entry) -> Grant | None:
         claim, session = entry.claim, entry.session
@@ -133,63 +146,58 @@ class SessionBackend(EngineQueue):
         if session.stood_at + claim.ttl * 2 / 3 < clock.now():
             # The wait was long. After a pause, a process may read a grant although the
             # server has since ended the session as idle.
-            self._ping(session)
-        with self._mutex:
+            self.sessions.ping(session)
+        with self.claims.mutex:
             now = clock.now()
             if not (entry.gone or entry.leaving) and entry.ends_at > now:
-                return Grant(entry.token, self._extend(entry, session) - now)
+                return Grant(entry.token, self.claims.extend(entry, session) - now)
         # Its grant was not collected in time, so it is requested again.
-        self._release_entry(entry)
+        self.queue.release(entry)
         return self.acquire(claim)
-
-    def _held(self, claim: Claim) -> tuple[Entry, Session] | None:
-        entry = self._entries.get(claim.owner)
-        if entry is None or entry.token is None or entry.session is None:
-            return None
-        return entry, entry.session
 
     def renew(self, claims: Sequence[Claim]) -> Mapping[str, float]:
         sent = clock.now()
-        held = [found for claim in claims if (found := self._held(claim))]
+        held = [found for claim in claims if (found := self.claims.held(claim.owner))]
         for claim in claims:
             self._set_ttl(claim)
         for session in {session for _, session in held}:
-            self._ping(session)
+            self.sessions.ping(session)
         left = {}
-        with self._mutex:
+        with self.claims.mutex:
             for entry, session in held:
                 if entry.gone or entry.expired or entry.ends_at <= sent:
                     continue
-                sure_for = self._extend(entry, session) - sent
+                sure_for = self.claims.extend(entry, session) - sent
                 left[entry.claim.owner] = min(max(0.0, sure_for), entry.claim.ttl)
-                self._maintain_from(entry.ends_at)
+                self.claims.maintain_from(entry.ends_at)
         return left
 
     def _set_ttl(self, claim: Claim) -> None:
         """Give a held claim another ttl, if it has one."""
-        if (held := self._held(claim)) is None or held[0].claim.ttl == claim.ttl:
+        held = self.claims.held(claim.owner)
+        if held is None or held[0].claim.ttl == claim.ttl:
             return
         entry, session = held
         try:
-            with session.mutex:
-                session.allow_idle(claim.ttl + self.grace)
+            session.allow_idle(claim.ttl + self.grace)
         except SessionDiedError as error:
-            self._close_session(session, error)
-        with self._mutex:
+            self.sessions.close(session, error)
+        with self.claims.mutex:
             entry.claim = replace(entry.claim, ttl=claim.ttl)
             entry.ends_at = min(entry.ends_at, clock.now() + claim.ttl)
 
     def verify(self, claims: Sequence[Claim], count: int | None = None) -> bool:
         claim = claims[0]
         if claim.scope == "transaction":
-            return count is not None and self._is_held_by_transaction(claim)
-        if count is None or (held := self._held(claim)) is None:
+            rows = self._ask_caller("check in transaction", claim)
+            return count is not None and bool(rows)
+        if count is None or (held := self.claims.held(claim.owner)) is None:
             return False
         entry, session = held
         try:
             session.ping()
         except SessionDiedError as error:
-            self._close_session(session, error)
+            self.sessions.close(session, error)
             return False
         entry.count = count
         return True
@@ -198,69 +206,49 @@ class SessionBackend(EngineQueue):
         if claim.scope == "transaction":
             # The lock ends with the transaction.
             return True
-        with self._mutex:
-            entry = self._entries.get(claim.owner)
+        with self.claims.mutex:
+            entry = self.claims.entries.get(claim.owner)
             if entry is None:
                 return False
             if keep and entry.token is not None and not entry.expired:
-                self._keep(entry, keep)
+                self.claims.keep(entry, keep)
             else:
                 # From here on, no other thread may request the key for it.
                 entry.leaving = True
-            waits = entry.waiting
-        self._wait_without(claim)
-        if entry.kept:
-            return True
-        if waits:
-            self._cancel(entry)
-            return False
-        return self._release_entry(entry) and not entry.expired
+        self.queue.wait_without(claim)
+        return entry.kept or (self.queue.release(entry) and not entry.expired)
+
+    def enqueue(
+        self, claim: Claim, channel: str = "", position: int | None = None
+    ) -> Ticket | None:
+        if claim.scope != "lease" or claim.beside or not self.queue.places:
+            return None
+        return self.queue.join(claim)
+
+    def poll(
+        self, claims: Sequence[Claim], *, heartbeat: bool = True
+    ) -> Mapping[str, Ticket]:
+        return self.queue.poll(claims)
+
+    def notifier(self, channel: str) -> Notifier:
+        self.queue.notifier = Grants()
+        return self.queue.notifier
+
+    def waiting(self, key: str) -> int:
+        return self.inspector.waiting(key)
 
     def holder(self, key: str) -> Holder | None:
-        name = self._name(key)
-        with self._mutex:
-            for entry in self._entries.values():
-                if entry.name != name or entry.token is None:
-                    continue
-                return self._own_holder(entry)
-        if not (row := self._ask_main("holder", name)):
-            return None
-        return self._holder_of(key, *row)
-
-    def _holder_of(self, key: str, *session: Any) -> Holder:
-        """Return the holder with a session of another process."""
-        who, host = self._shown_session(*session)
-        return Holder(
-            key=key,
-            holder=who,
-            owner_ip=host,
-            since=None,
-            remaining=math.inf,
-            token=0,
-            count=1,
-            stale=False,
-        )
-
-    def _shown_session(
-        self, who: str, host: str | None, number: int
-    ) -> tuple[str, str | None]:
-        """Return the name and the address of a session of another process."""
-        if self._kind.shares:
-            return f"{who or 'a session'} (session {number})", host
-        if host and host.count(":") == 1:
-            # MariaDB includes the port.
-            host = host.rpartition(":")[0]
-        return who, host
+        return next(iter(self.inspector.holders(key)), None)
 
     def refusal(self, claim: Claim) -> str | None:
-        why = super().refusal(claim)
+        why = super().refusal(claim) or refusal_of(self, claim)
         if why is None and claim.shared and claim.scope == "transaction":
             why = "A shared lock does not support scope='transaction'."
         return why
 
     def check(self) -> list[Any]:
         try:
-            bool(self._kind)
+            bool(self.sessions.kind)
         except ImproperlyConfigured as error:
             return [
                 checks.Error(
@@ -273,22 +261,17 @@ class SessionBackend(EngineQueue):
 
     def try_session(self) -> None:
         """Raise ImproperlyConfigured if the database has no reliable sessions."""
-        session = self._new_session()
+        session = self.sessions.new()
         session.connect()
         session.end()
 
     # Locks of the caller's transaction, on PostgreSQL.
 
     def in_transaction(self) -> bool:
-        return self._kind.shares and self.caller.in_transaction
+        return self.sessions.kind.shares and self.caller.in_transaction
 
     def _acquire_in_transaction(self, claim: Claim) -> Grant | None:
-        sql = (
-            "SELECT CASE WHEN current_setting('transaction_isolation') NOT LIKE 'read"
-            " %%committed' THEN -1 WHEN pg_try_advisory_xact_lock(%(name)s) THEN"
-            f" {TICKS['postgresql']} END"
-        )
-        ((token,),) = self.caller.rows(sql, {"name": self._name(claim.key)})
+        ((token,),) = self._ask_caller("try in transaction", claim)
         if token == -1:
             raise RuntimeError(
                 f"{claim.key!r} cannot be locked in this transaction, which runs above"
@@ -298,19 +281,80 @@ class SessionBackend(EngineQueue):
             )
         return None if token is None else Grant(token)
 
-    def _is_held_by_transaction(self, claim: Claim) -> bool:
-        sql = (
-            "SELECT 1 FROM pg_locks WHERE locktype = 'advisory' AND objsubid = 1 AND"
-            " granted AND pid = pg_backend_pid() AND (classid::bigint << 32 |"
-            " objid::bigint) = %(name)s"
-        )
-        return bool(self.caller.rows(sql, {"name": self._name(claim.key)}))
+    def _ask_caller(self, statement: str, claim: Claim) -> Sequence[Any]:
+        sql = self.sessions.kind.statements[statement]
+        return self.caller.rows(sql, {"value": self.sessions.name(claim.key)})
+
+    # The maintenance thread.
+
+    def _maintain(self) -> None:
+        # No reference of a pass keeps an object alive.
+        while self._maintain_once():
+            pass
+
+    def _maintain_once(self) -> bool:
+        """Wait until something is due, and do it. Return whether there are sessions."""
+        claims = self.claims
+        with claims.mutex:
+            if not (sessions := self.sessions.all()):
+                claims.maintainer.end()
+                return False
+            now, entries = clock.now(), claims.all()
+            claims.maintains_at = min(
+                [
+                    # A release need not wake this thread.
+                    now + max(self.linger, 0.05) / 2,
+                    *map(self._ends_at, entries),
+                    *map(self._ping_at, sessions),
+                ]
+            )
+            if claims.maintains_at > now:
+                claims.changed.wait(claims.maintains_at - now)
+                now = clock.now()
+            over = list(one for one in entries if self._ends_at(one) <= now)
+            for entry in over:
+                entry.expired = True
+            over += list(one for one in entries if self._is_left(one))
+            silent = list(one for one in sessions if self._ping_at(one) <= now)
+        for entry in over:
+            self._end(entry)
+        for session in silent:
+            self.sessions.ping(session)
+        for session in sessions:
+            self.sessions.close_if_idle(session, self.linger)
+        return True
+
+    def _ends_at(self, entry: Entry) -> float:
+        if entry.waiting or entry.gone:
+            return math.inf
+        return entry.ends_at + (0 if entry.kept else self.grace)
+
+    @staticmethod
+    def _is_left(entry: Entry) -> bool:
+        """Return whether a claim is being released, or that was interrupted."""
+        waits = entry.waiting and entry.session is not None and entry.session.is_asking
+        return entry.leaving and not entry.gone and not waits
+
+    def _ping_at(self, session: Session) -> float:
+        """Return when to ping a session whose holds are not renewed."""
+        carries = any(not entry.waiting for at in session.at.values() for entry in at)
+        every = 1.2 * self.renew_every
+        return session.stood_at + every if carries else math.inf
+
+    def _end(self, entry: Entry) -> None:
+        self.queue.wait_without(entry.claim)
+        session = entry.session
+        try:
+            self.queue.release(entry)
+        except LockBackendError as error:
+            if session is not None and entry.expired:
+                self.sessions.close(session, error)
 
     # Forks.
 
     def _forked(self) -> None:
         # A thread of the parent may have been closing one, whose mutex stays locked.
-        _inherited.extend(self._sessions())
+        _inherited.extend(self.sessions.all())
         self._reset()
 
 
@@ -323,8 +367,8 @@ def _at_exit() -> None:
     # Sessions with holds stay open until the keeper has released these holds.
     for backend in list(_backends):
         backend.linger = 0.0
-        for session in backend._sessions():
-            backend._close_if_idle(session)
+        for session in backend.sessions.all():
+            backend.sessions.close_if_idle(session, 0.0)
 
 
 atexit.register(_at_exit)

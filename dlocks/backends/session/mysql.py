@@ -9,7 +9,7 @@ from typing import Any
 from django.core.exceptions import ImproperlyConfigured
 from django.db.utils import Error
 
-from dlocks.backends.session.sessions import Session, SessionDiedError
+from dlocks.backends.session.session import Session, SessionDiedError
 from dlocks.runtime.greenlets import threads_are_green
 from dlocks.runtime.polling import ready
 
@@ -20,10 +20,6 @@ _TICKS = "CAST(UNIX_TIMESTAMP(SYSDATE(6)) * 1000000 AS UNSIGNED)"
 _HAS_PROCESSLIST = (
     "SELECT @@performance_schema AND EXISTS (SELECT 1 FROM information_schema.tables"
     " WHERE table_schema = 'performance_schema' AND table_name = 'processlist')"
-)
-_WAITS_FOR_THIS = (
-    "state = 'User lock' AND info LIKE CONCAT('%%SELECT IF(GET_LOCK(''', %(value)s,"
-    " ''', 3%%')"
 )
 
 
@@ -45,25 +41,19 @@ class MySQLSession(Session):
         "cancel": "KILL QUERY IS_USED_LOCK(%(value)s)",
         "ping": "SELECT CONNECTION_ID() + 0",
         "idle": "SET SESSION wait_timeout = %(value)s",
-        "holder": (
-            "SELECT CONCAT('session ', id, ' of ', user), host, id FROM"
-            " information_schema.processlist WHERE id = IS_USED_LOCK(%(value)s)"
-        ),
-        "waiting": (
-            "SELECT COUNT(*) FROM information_schema.processlist WHERE"
-            f" {_WAITS_FOR_THIS}"
-        ),
         "comments": (
             "SELECT JSON_ARRAYAGG(info) FROM information_schema.processlist WHERE"
             " state = 'User lock' AND info LIKE '%%/*dlocks %%*/%%'"
         ),
+        # A host is shown with its port.
         "sessions": (
             "SELECT JSON_ARRAYAGG(JSON_ARRAY(id = IS_USED_LOCK(%(value)s),"
-            " CONCAT('session ', id, ' of ', user), host, id, time)) FROM"
+            " CONCAT('session ', id, ' of ', user), IF(host LIKE '%%:%%:%%', host,"
+            " SUBSTRING_INDEX(host, ':', 1)), id, time)) FROM"
             " information_schema.processlist WHERE id = IS_USED_LOCK(%(value)s) OR"
-            f" ({_WAITS_FOR_THIS})"
+            " (state = 'User lock' AND info LIKE CONCAT('%%SELECT IF(GET_LOCK(''',"
+            " %(value)s, ''', 3%%'))"
         ),
-        "holders": "SELECT IS_USED_LOCK(%(value)s)",
     }
 
     def identify(self) -> None:

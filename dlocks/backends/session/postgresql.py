@@ -10,7 +10,7 @@ from typing import Any
 from django.core.exceptions import ImproperlyConfigured
 from django.db.utils import Error
 
-from dlocks.backends.session.sessions import Session
+from dlocks.backends.session.session import Session
 from dlocks.exceptions import LockBackendError
 from dlocks.sql.clock import TICKS
 from dlocks.sql.engines import sqlstate_of
@@ -71,27 +71,29 @@ class PostgreSQLSession(Session):
         ),
         "ping": f"SELECT pg_backend_pid() + 0 * {_NAME}",
         "idle": f"SELECT set_config('idle_session_timeout', {_NAME}::text, false)",
-        "holder": (
-            "SELECT application_name, host(client_addr), pid FROM pg_locks JOIN"
-            f" pg_stat_activity USING (pid) WHERE granted AND {_THIS} ORDER BY mode,"
-            " pid LIMIT 1"
+        # In the caller's transaction. Its snapshot must not be older than the lock.
+        "try in transaction": (
+            "SELECT CASE WHEN current_setting('transaction_isolation') NOT LIKE 'read"
+            f" %%committed' THEN -1 WHEN pg_try_advisory_xact_lock({_NAME}) THEN"
+            f" {TICKS['postgresql']} END"
         ),
-        "waiting": f"SELECT count(*) FROM pg_locks WHERE NOT granted AND {_THIS}",
+        "check in transaction": (
+            "SELECT 1 FROM pg_locks WHERE granted AND pid = pg_backend_pid() AND"
+            f" {_THIS}"
+        ),
         "comments": (
             "SELECT json_agg(query)::text FROM pg_stat_activity WHERE datname ="
             " current_database() AND wait_event = 'advisory' AND query LIKE"
             " '%%/*dlocks %%*/%%'"
         ),
-        # The holders and the waiters. Each slice of a wait has a ``waitstart``.
+        # Each slice of a wait has a ``waitstart``.
         "sessions": (
-            "SELECT json_agg(json_build_array(granted, application_name,"
+            "SELECT json_agg(json_build_array(granted, concat(coalesce("
+            "nullif(application_name, ''), 'a session'), ' (session ', pid, ')'),"
             " host(client_addr), pid, extract(epoch FROM clock_timestamp()) -"
             " coalesce(substring(query FROM 'since ([0-9]+)')::numeric / 1000000,"
-            " extract(epoch FROM waitstart))) ORDER BY waitstart, pid)::text FROM"
+            " extract(epoch FROM waitstart))) ORDER BY waitstart, mode, pid)::text FROM"
             f" pg_locks JOIN pg_stat_activity USING (pid) WHERE {_THIS}"
-        ),
-        "holders": (
-            f"SELECT string_agg(pid::text, ' ') FROM pg_locks WHERE granted AND {_THIS}"
         ),
     }
 

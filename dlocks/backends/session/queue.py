@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 
 from dlocks.backends.notifiers import Notifier
-from dlocks.backends.session.claims import Claims
-from dlocks.backends.session.sessions import Entry, Session, SessionDiedError
+from dlocks.backends.session.claims import Claims, Entry
+from dlocks.backends.session.session import Session, SessionDiedError
+from dlocks.backends.session.sessions import Sessions
 from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
 from dlocks.runtime.threads import BackgroundThread, Latch, PythonIsExitingError
@@ -34,85 +35,119 @@ REFUSED_FOR = 1.0
 IDLE_END_AFTER = 1.0
 
 
-class EngineQueue(Claims):
-    """The queue of waiters: a thread waits in the engine for the first of each key.
+class EngineQueue:
+    """The threads that wait in the engine, each for the first waiter of a key.
 
-    Its session then carries the hold, since no session can transfer a lock to another.
+    The session of a thread then carries the hold, since no session can transfer a lock
+    to another.
     """
 
-    places: int
-
-    def _reset(self) -> None:
-        super()._reset()
+    def __init__(
+        self,
+        claims: Claims,
+        sessions: Sessions,
+        places: int,
+        comment_of: Callable[[Entry], str],
+    ) -> None:
+        self._claims = claims
+        self._sessions = sessions
+        # The number of threads, and the function that comments a statement that waits.
+        self.places = places
+        self._comment_of = comment_of
         self._polled_at = 0.0
         self._refused_at = -REFUSED_FOR
-        self._notifier: Notifier | None = None
+        self.notifier: Notifier | None = None
         self._threads = [
             BackgroundThread("dlocks-session-waiter", self._serve)
-            for _ in range(self.places)
+            for _ in range(places)
         ]
         self._idle = 0
         self._work: SimpleQueue[None] = SimpleQueue()
 
-    def enqueue(
-        self, claim: Claim, channel: str = "", position: int | None = None
-    ) -> Ticket | None:
-        if claim.scope != "lease" or claim.beside or not self.places:
-            return None
-        with self._mutex:
-            entry = self._entries.get(claim.owner)
+    def join(self, claim: Claim) -> Ticket:
+        with self._claims.mutex:
+            entry = self._claims.entries.get(claim.owner)
             if entry is None:
-                entry = Entry(claim, name=self._name(claim.key), waiting=True)
-                entry.since = time.time()
-                # First the table in which a cancellation finds it.
-                self._entries[claim.owner] = entry
-                if claim.holding:
-                    self._nested[entry] = None
-                before = self._queued.get(entry.name, ())
-                self._queued[entry.name] = (*before, entry)
-        self._advance()
+                entry = Entry(claim, name=self._sessions.name(claim.key))
+                self._claims.enqueue(entry)
+        self.advance()
         return Ticket(must_retry=entry.token is not None, position=entry.number)
 
-    def poll(
-        self, claims: Sequence[Claim], *, heartbeat: bool = True
-    ) -> Mapping[str, Ticket]:
-        self._advance()
+    def poll(self, claims: Sequence[Claim]) -> Mapping[str, Ticket]:
+        self.advance()
         self._try_queued({claim.owner for claim in claims})
         tickets = {}
-        with self._mutex:
+        with self._claims.mutex:
             for claim in claims:
-                if (entry := self._entries.get(claim.owner)) is None:
+                if (entry := self._claims.entries.get(claim.owner)) is None:
                     continue
-                is_polled = self._queued.get(entry.name, [entry])[0].session is None
+                first = self._claims.queued.get(entry.name, (entry,))[0]
                 tickets[claim.owner] = Ticket(
                     # The claim gets its lease when it is acquired again.
                     grant=None if entry.token is None else Grant(entry.token),
                     position=entry.number,
-                    next_check=POLL_EVERY if is_polled else math.inf,
+                    next_check=POLL_EVERY if first.session is None else math.inf,
                 )
         return tickets
 
-    def waiting(self, key: str) -> int:
-        name = self._name(key)
-        (in_engine,) = self._ask_main("waiting", name) or (0,)
-        with self._mutex:
-            return int(in_engine) + sum(
-                entry.session not in self._for_waiters
-                for entry in self._queued.get(name, ())
-            )
+    def release(self, entry: Entry) -> bool:
+        """Release a key or leave its queue, and return whether the claim had the key.
 
-    def notifier(self, channel: str) -> Notifier:
-        self._notifier = Grants()
-        return self._notifier
+        The wait of a waiter in the engine is cancelled.
+        """
+        with self._claims.mutex:
+            entry.leaving = True
+            session = entry.session if entry.waiting else None
+        if session is not None and session in self._sessions.for_waiters:
+            self._cancel(entry, session)
+        else:
+            self._sessions.release(entry)
+        self.advance()
+        return entry.was_held
+
+    def _cancel(self, entry: Entry, session: Session) -> None:
+        """End the wait of a claim that is leaving."""
+        cancelled = 0
+        try:
+            while True:
+                if session.wait_over.wait(CANCEL_EVERY if cancelled else 0):
+                    break
+                if cancelled * CANCEL_EVERY >= CANCEL_TIMEOUT:
+                    raise SessionDiedError("it did not react to a cancellation")
+                cancelled += 1
+                # It has no identity before it is connected.
+                if not session.identity:
+                    continue
+                row = self._sessions.ask("cancel", session.identity)
+                if row is None or row[0] != 0:
+                    continue
+                raise SessionDiedError("the server no longer knows it")
+            if cancelled > entry.interrupted:
+                # A cancellation may still be on its way, and would hit the next
+                # statement of this session.
+                raise SessionDiedError("it may be cancelled late")
+            self._sessions.release(entry)
+        except (SessionDiedError, LockBackendError):
+            # The maintenance thread may have released it, for the next waiter.
+            if entry.session is session:
+                self._sessions.close(session)
+
+    def wait_without(self, claim: Claim) -> None:
+        """Repeat the waits whose comments say that their callers have this hold."""
+        for entry in list(self._claims.nested):
+            owners = {held.owner for held in entry.claim.holding}
+            if (session := entry.session) and claim.owner in owners:
+                with suppress(LockBackendError):
+                    self._sessions.ask("cancel", session.identity)
 
     # The threads.
 
-    def _advance(self) -> None:
+    def advance(self) -> None:
         """Let a thread wait for the next waiter, if there is a place for it.
 
         The thread finds its waiter by itself, so an interrupt here blocks no waiter.
         """
-        with self._mutex:
+        with self._claims.mutex:
             # A session that is discarded closes itself, outside of the mutex.
             found = self._next()
             if found is None:
@@ -129,32 +164,27 @@ class EngineQueue(Claims):
         """Return the next waiter and its session; the caller holds the mutex."""
         # A waiter whose caller holds other keys waits in the engine in any case. Other
         # processes look for deadlocks there.
-        waiters = self._without_session() or [
-            entry for entry in self._nested if entry.session is None
+        waiters = self._claims.without_session() or [
+            entry for entry in self._claims.nested if entry.session is None
         ]
         if not waiters or clock.now() < self._refused_at + REFUSED_FOR:
             return None
-        for session in self._for_waiters:
+        for session in self._sessions.for_waiters:
             if not session.at:
                 return waiters[0], session
-        if len(self._for_waiters) < self.places:
-            return waiters[0], self._new_session()
+        if len(self._sessions.for_waiters) < self.places:
+            return waiters[0], self._sessions.new()
         return None
-
-    def _without_session(self) -> list[Entry]:
-        """Return the first waiters of keys that have no session."""
-        heads = [entries[0] for entries in self._queued.values()]
-        return [entry for entry in heads if entry.session is None]
 
     def _serve(self) -> None:
         while True:
-            with self._mutex:
+            with self._claims.mutex:
                 if found := self._next():
                     entry, session = found
-                    self._for_waiters.add(session)
+                    self._sessions.for_waiters.add(session)
                     session.wait_over = Latch()
-                    session.add(entry)
-                    self._maintain_from()
+                    self._claims.assign(entry, session)
+                    self._claims.maintain_from()
                 else:
                     self._idle += 1
             if found:
@@ -164,7 +194,7 @@ class EngineQueue(Claims):
             try:
                 self._work.get(timeout=IDLE_END_AFTER)
             except Empty:
-                with self._mutex:
+                with self._claims.mutex:
                     if self._idle:
                         self._idle -= 1
                         next(one for one in self._threads if one.is_current).end()
@@ -172,67 +202,31 @@ class EngineQueue(Claims):
 
     def _wait(self, entry: Entry, session: Session) -> None:
         try:
-            entry.interrupted = False
-            self._request(entry, session, "wait")
+            self._sessions.wait(entry, session, self._comment_of(entry))
         except SessionDiedError as error:
-            self._close_session(session, error)
+            self._sessions.close(session, error)
         except Exception as error:  # noqa: BLE001 (the key is polled meanwhile)
             self._refused_at = clock.now()
-            self._close_session(session, error)
+            self._sessions.close(session, error)
             logger.warning("A waiter for a lock has no session: %s", error)
         finally:
             session.wait_over.set()
         if entry.token is not None:
             if clock.now() - session.stood_at < QUICK_WAIT:
-                self.contended.discard(entry.claim.key)
-            if self._notifier is not None:
+                self._claims.contended.discard(entry.claim.key)
+            if self.notifier is not None:
                 # The claim gets its lease when it is acquired again.
-                self._notifier.on_grant(
-                    entry.claim.owner, Grant(entry.token), session.stood_at
-                )
+                grant = Grant(entry.token)
+                self.notifier.on_grant(entry.claim.owner, grant, session.stood_at)
             return
-        with self._mutex:
+        with self._claims.mutex:
             # The caller that cancels a claim also frees its session.
             if entry.session is session and not entry.leaving:
-                session.remove(entry)
+                self._claims.unassign(entry)
             # Other waiters may have had no place in the meantime.
-            self._move_back([entry.name])
-
-    def _cancel(self, entry: Entry) -> None:
-        """Leave the engine's queue, and release a key that was granted meanwhile."""
-        if (session := entry.session) is None:
-            self._release_entry(entry)
-            return
-        cancelled = 0
-        try:
-            while True:
-                if session.wait_over.wait(CANCEL_EVERY if cancelled else 0):
-                    break
-                if cancelled * CANCEL_EVERY >= CANCEL_TIMEOUT:
-                    raise SessionDiedError("it did not react to a cancellation")
-                cancelled += 1
-                # It has no identity before it is connected.
-                if not session.identity:
-                    continue
-                row = self._ask_main("cancel", session.identity)
-                if row is None or row[0] != 0:
-                    continue
-                raise SessionDiedError("the server no longer knows it")
-            if cancelled > entry.interrupted:
-                # A cancellation may still be on its way, and would hit the next
-                # statement of this session.
-                raise SessionDiedError("it may be cancelled late")
-            self._release_entry(entry)
-        except (SessionDiedError, LockBackendError):
-            self._close_session(session)
-            self._advance()
+            self._claims.move_back([entry.name])
 
     # The waiters without a session.
-
-    def _move_back(self, names: Collection[str | int]) -> None:
-        """Begin with other keys the next time; the caller holds the mutex."""
-        # One assignment, so that an interrupt loses no waiter.
-        self._queued = dict(sorted(self._queued.items(), key=lambda at: at[0] in names))
 
     def _try_queued(self, owners: Collection[str]) -> None:
         """Try to acquire keys for those of these claims that have no session.
@@ -240,26 +234,28 @@ class EngineQueue(Claims):
         The others are not tried, because an interrupt of this caller would end them.
         """
         now = clock.now()
-        with self._mutex:
+        with self._claims.mutex:
             if now < self._polled_at + POLL_EVERY * 0.9:
                 return
             self._polled_at = now
-            heads = self._without_session()
+            heads = self._claims.without_session()
             own = list(one for one in heads if one.claim.owner in owners)
             tried = own[:KEYS_PER_POLL]
-            self._move_back([entry.name for entry in tried])
+            self._claims.move_back([entry.name for entry in tried])
         for entry in tried:
-            main = self._session_for()
+            main = self._sessions.session_for()
             try:
                 # After a shared claim was granted, the next one can share the key too.
                 while True:
-                    if entry.claim.owner not in owners or not self._try(entry, main):
+                    if entry.claim.owner not in owners:
                         break
-                    if not (found := self._queued.get(entry.name)):
+                    if not self._sessions.attempt(entry, main):
+                        break
+                    if not (found := self._claims.queued.get(entry.name)):
                         break
                     entry = found[0]
             except SessionDiedError as error:
-                self._close_session(main, error)
+                self._sessions.close(main, error)
             except LockBackendError as error:
                 logger.warning("%s", error)
                 return

@@ -1,311 +1,312 @@
-"""A database session of its own for locks, and the claims on it."""
+"""The sessions of one process."""
 
 from __future__ import annotations
 
-import itertools
+import hashlib
+import json
+import logging
 import math
-import os
-import socket
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections
-from django.db.utils import Error
 
-from dlocks.backends.local_claims import LocalEntry
+# functools has a mutex in Python 3.11, which a forked child could find locked.
+from django.utils.functional import cached_property
+
+from dlocks.backends.base import Backend
+from dlocks.backends.session.claims import Claims, Entry
+from dlocks.backends.session.mysql import MySQLSession
+from dlocks.backends.session.postgresql import PostgreSQLSession
+from dlocks.backends.session.session import (
+    LONGEST_SLICE,
+    SHORTEST_SLICE,
+    Row,
+    Session,
+    SessionDiedError,
+)
 from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
-from dlocks.runtime.pools import unpooled
-from dlocks.runtime.threads import Latch
-from dlocks.values import Claim
+from dlocks.values import Claim, Holder, Waiter
 
-# Bounds in seconds for a statement that waits, on PostgreSQL. After it, a waiter queues
-# again behind the others. The bound grows by an eighth of the wait. Waiters that came
-# first are thus at the head of the queue for longer.
-SHORTEST_SLICE = 2.0
-LONGEST_SLICE = 3.0
+T = TypeVar("T")
 
-# The first row of a reply.
-Row = Sequence[Any]
+logger = logging.getLogger("dlocks")
 
-# Maximum idle timeout in seconds. Larger values exceed the range of the servers'
-# settings.
-LONGEST_IDLE = 86400 * 20
+SESSIONS = {"postgresql": PostgreSQLSession, "mysql": MySQLSession}
 
 
-class SessionDiedError(Exception):
-    """A session that has ended, and its locks with it."""
+class ServerSession(NamedTuple):
+    """A session that holds a key or waits for it, as the server shows it.
 
-
-@dataclass(slots=True, eq=False)
-class Entry(LocalEntry):
-    """A claim that holds a key, requests it or waits for it."""
-
-    name: str | int = field(kw_only=True)
-    # Its position among the claims of this process.
-    number: int = field(default_factory=itertools.count(1).__next__)
-    # The session on which it is held, requested or waited for.
-    session: Session | None = None
-    # Whether the server has cancelled its wait.
-    interrupted: bool = False
-    # Whether a request was interrupted, so that the server may have granted it.
-    in_doubt: bool = False
-
-
-# Entries by name.
-Table = dict[str | int, tuple[Entry, ...]]
-
-
-def remove(table: Table, entry: Entry) -> None:
-    """Remove an entry, if it is there. No name is left without entries."""
-    others = tuple([one for one in table.get(entry.name, ()) if one is not entry])
-    if others:
-        table[entry.name] = others
-    else:
-        table.pop(entry.name, None)
-
-
-class Session:
-    """A private connection, and the claims on it. The first statement connects.
-
-    After ``idle`` seconds without a statement, the server ends the session. ``pooled``
-    states that a pooler in between keeps sessions. The backend's mutex guards ``at``,
-    and ``mutex`` everything else.
+    ``who`` and ``host`` are for people. ``waited`` is in seconds.
     """
 
-    # Whether locks can be shared, and can belong to a transaction.
-    shares: ClassVar[bool]
-    # The SQL by name. The statements that try or wait return the token. It is 0 if a
-    # wait has ended without the lock, and goes on with the next statement.
-    statements: Mapping[str, str]
-    # The server's idle timeout for one second.
-    idle_unit: ClassVar[int]
-    # Return the engine's code of an error. It is ``cancelled`` for a cancelled
-    # statement, and begins with one of ``ended`` if the session has ended.
-    code: Callable[[Error], str]
-    cancelled: ClassVar[str]
-    ended: ClassVar[tuple[str, ...]]
-    # Set ``pid`` and ``reported_pid`` without changing the session. Behind a pooler,
-    # another client may use it next.
-    identify: Callable[[], None]
-    # Configure the session for locks.
-    begin: Callable[[], None]
-    # Reads the rest of the reply to an interrupted statement.
-    read_rest: Callable[[], None]
-    # The session's number, or 0 until it is connected, and the one that was reported at
-    # first. A pooler invents it.
-    pid: int = 0
-    reported_pid: int
-    # The value with which another session cancels its statement. After a restart or
-    # failover, another session may have the same number.
-    identity: str = ""
+    granted: bool
+    who: str
+    host: str | None
+    number: int
+    waited: float
 
-    def __init__(self, database: str, idle: float, *, pooled: bool) -> None:
-        self.database = database
-        self.idle = idle
-        self.pooled = pooled
-        self.mutex = threading.RLock()
-        self._closing = threading.Lock()
-        self.wrapper: Any = None
-        self.dead = False
-        self.is_asking = False
-        # Seconds for which the next statement waits.
-        self.slice = SHORTEST_SLICE
-        # Whether a request was interrupted before its reply was read, and the locks
-        # that the server may have granted or released without a reply. Each is a name,
-        # and whether it is shared.
-        self.is_unread = False
-        self.doubted: set[tuple[str | int, bool]] = set()
-        self.at: Table = {}
-        # Set when the wait of its last waiter has ended.
-        self.wait_over = Latch()
-        # When the last statement was sent that the server has answered, and when its
-        # reply was read.
-        self.stood_at = self.used_at = clock.now()
+    def as_holder(self, key: str) -> Holder:
+        return Holder(
+            key=key,
+            holder=self.who,
+            owner_ip=self.host,
+            since=None,
+            remaining=math.inf,
+            token=0,
+            count=1,
+            stale=False,
+        )
 
-    def __del__(self) -> None:
-        # An interrupt may have kept end() from closing the connection.
-        self._close()
+    def as_waiter(self, key: str, prefix: str) -> Waiter:
+        return Waiter(
+            holder=self.who,
+            owner_ip=self.host,
+            holds=(),
+            waits_for=key.removeprefix(prefix),
+            waited=max(0.0, self.waited),
+        )
 
-    def options(self) -> dict[str, Any]:
-        return {}
 
-    # Statements.
+class Sessions:
+    """The sessions of one process: the main one, which never waits, and the others.
 
-    def ask(
-        self,
-        statement: str,
-        value: object = 0,
-        on_reply: Callable[[Row | None], None] | None = None,
-        comment: str = "",
-    ) -> Row | None:
-        """Send a statement, and return the first row of its reply.
+    A session for a waiter then carries its hold.
+    """
 
-        The row is None if the statement was cancelled. ``on_reply`` is called with it.
-        """
-        with self.mutex:
-            if self.is_asking:
-                raise LockBackendError(
-                    "A signal handler has interrupted a request on the same session."
-                )
+    def __init__(self, backend: Backend, claims: Claims, *, pooled: bool) -> None:
+        self._backend = backend
+        self._claims = claims
+        self._pooled = pooled
+        # The mutex of the claims guards them.
+        self.main: Session | None = None
+        self.for_waiters: set[Session] = set()
+
+    @cached_property
+    def kind(self) -> type[Session]:
+        database = self._backend.database
+        vendor = connections[database].vendor
+        if vendor not in SESSIONS:
+            raise ImproperlyConfigured(
+                "Session locks need PostgreSQL, MariaDB or MySQL, but database"
+                f" {database!r} is {vendor}. Use"
+                " dlocks.backends.database.PessimisticBackend."
+            )
+        return SESSIONS[vendor]
+
+    def name(self, key: str) -> str | int:
+        """Return the name of a key on the server."""
+        if self.kind.shares:
+            digest = hashlib.sha256(key.encode()).digest()
+            return int.from_bytes(digest[:8], "big", signed=True)
+        # The names of GET_LOCK are case-insensitive, and shared by all databases of a
+        # server.
+        database = connections[self._backend.database].settings_dict["NAME"]
+        text = f"{database}\0{key}"
+        return "dlocks:" + hashlib.sha256(text.encode()).hexdigest()[:48]
+
+    def all(self) -> list[Session]:
+        return [*([self.main] if self.main else []), *self.for_waiters]
+
+    def new(self) -> Session:
+        idle = self._backend.ttl + self._backend.grace
+        return self.kind(self._backend.database, idle, pooled=self._pooled)
+
+    # Requests.
+
+    def session_for(self, claim: Claim | None = None) -> Session:
+        """Return the session on which to try a claim: the main one, if possible."""
+        entries = self._claims.entries
+        beside = entries.get(claim.beside) if claim and claim.beside else None
+        if beside is not None and beside.session is not None:
+            return beside.session
+        with self._claims.mutex:
+            if self.main is None:
+                self.main = self.new()
+                self._claims.maintain_from()
+            return self.main
+
+    def run(self, request: Callable[[Session], T], claim: Claim | None = None) -> T:
+        """Call a function with a session, and once more if that has ended."""
+        for reconnected in (False, True):
+            session = self.session_for(claim)
             try:
-                self.is_asking = True
-                if self.wrapper is None and not self.dead:
-                    self.connect()
-                if self.dead:
-                    raise SessionDiedError("it was closed")
-                if self.is_unread:
-                    self.read_rest()
-                sent = clock.now()
-                row = self._reply(comment + self.statements[statement], value, sent)
-                if on_reply is not None:
-                    on_reply(row)
-                return row
-            except SessionDiedError:
-                self.dead = True
-                raise
-            finally:
-                self.is_asking = False
-                if self.dead:
-                    self._close()
+                return request(session)
+            except SessionDiedError as error:
+                self.close(session, error)
+                if reconnected:
+                    raise LockBackendError(
+                        f"A lock request to database {self._backend.database!r} failed:"
+                        f" {error}"
+                    ) from error
+        raise AssertionError("unreachable")
 
-    def _reply(self, sql: str, value: object, sent: float) -> Row | None:
-        row: Row | None = None
-        self.is_unread = True
+    def ask(self, statement: str, value: object) -> Row | None:
+        return self.run(lambda main: main.ask(statement, value))
+
+    def of_name(self, name: str | int) -> list[ServerSession]:
+        """Return the sessions of all processes that hold a name or wait for it."""
+        (text,) = self.ask("sessions", name) or ("",)
+        return [
+            ServerSession(granted, who, host, number, float(waited or 0))
+            for granted, who, host, number, waited in json.loads(text or "[]")
+        ]
+
+    def ping(self, session: Session) -> None:
         try:
-            row = self.first_row(sql, {"value": value})
-        except Error as error:
-            self.is_unread = False
-            code = self.code(error)
-            if code.startswith(self.ended):
-                raise SessionDiedError(str(error).strip()) from error
-            if code != self.cancelled:
+            session.ping()
+        except SessionDiedError as error:
+            self.close(session, error)
+        except LockBackendError as error:
+            logger.warning("%s", error)
+
+    # The requests of claims. A claim is marked before its request is sent. If that is
+    # interrupted, the maintenance thread releases what the server may have granted.
+
+    def attempt(self, entry: Entry, session: Session) -> bool:
+        """Request the key on this session, and return whether it was granted.
+
+        The claim is a new one, or the first waiter of its key.
+        """
+        with self._claims.mutex:
+            if session.dead:
+                raise SessionDiedError("it was closed")
+            if not self._claims.admits(entry, session):
+                return False
+            self._claims.entries[entry.claim.owner] = entry
+            self._claims.assign(entry, session)
+        try:
+            if self._send("try", entry, session):
                 raise LockBackendError(
-                    f"Database {self.database!r} rejected a lock statement: {error}"
-                ) from error
-        self.is_unread = False
-        self.stood_at, self.used_at = sent, clock.now()
-        return row
-
-    def first_row(self, sql: str, values: Any = None) -> Any:
-        with self.wrapper.cursor() as cursor:
-            cursor.execute(sql, values)
-            return cursor.fetchone() if cursor.description else None
-
-    def allow_idle(self, seconds: float) -> None:
-        """Ensure that the server does not end the session within ``seconds``."""
-        if self.idle < seconds:
-            self.ask("idle", self.idle_setting(seconds))
-            self.idle = seconds
-
-    def idle_setting(self, seconds: float) -> int:
-        return math.ceil(min(seconds, LONGEST_IDLE) * self.idle_unit)
-
-    def ping(self) -> None:
-        """Raise SessionDiedError unless the server still has the session."""
-        if (row := self.ask("ping")) is not None and row[0] != self.pid:
-            raise SessionDiedError("a pooler has assigned it to another client")
-
-    # The connection.
-
-    def connect(self) -> None:
-        try:
-            self._open()
-            if self.pid != self.reported_pid:
-                self._refuse_pooler()
-            self.begin()
-        except BaseException as error:
-            self._close()
-            if isinstance(error, Error):
-                raise LockBackendError(
-                    f"No session for locks on database {self.database!r}:"
-                    f" {str(error).strip()}"
-                ) from error
-            raise
-        self.stood_at = self.used_at = clock.now()
-
-    def _open(self) -> None:
-        self.wrapper = unpooled(connections[self.database])
-        settings = self.wrapper.settings_dict
-        settings["AUTOCOMMIT"] = True
-        settings["OPTIONS"] = {**self.options(), **settings["OPTIONS"]}
-        self.wrapper.inc_thread_sharing()
-        self.wrapper.ensure_connection()
-        self.identify()
-
-    def _refuse_pooler(self) -> None:
-        """Raise ImproperlyConfigured unless the pooler keeps sessions."""
-        solutions = (
-            "Connect this alias of DATABASES to the server itself, or use"
-            " dlocks.backends.database.PessimisticBackend."
-        )
-        if not self.pooled:
-            raise ImproperlyConfigured(
-                f"Database {self.database!r} is behind a pooler (the session is"
-                f" {self.pid}, and the connection reports {self.reported_pid}), which"
-                f" could grant one lock to several callers. {solutions} If the pooler"
-                " keeps sessions (pool_mode = session), set"
-                " OPTIONS['session_pooling'] = True."
-            )
-        other = type(self)(self.database, self.idle, pooled=True)
-        try:
-            other._open()
+                    f"A lock request to database {self._backend.database!r} was"
+                    " cancelled."
+                )
         finally:
-            other._close()
-        if other.pid == self.pid:
-            raise ImproperlyConfigured(
-                f"The pooler of database {self.database!r} assigned session {self.pid}"
-                " to two connections at a time, although OPTIONS['session_pooling'] is"
-                f" set. Set its pool_mode to session. {solutions}"
-            )
+            with self._claims.mutex:
+                self._settle(entry, session)
+        return entry.token is not None
 
-    def end(self) -> None:
-        """End the session, from any thread.
-
-        A thread that waits for a reply gets an error, and closes the connection.
-        """
-        self.dead = True
-        # A request that begins from here on finds the session dead.
-        if not self.is_asking:
-            self._close()
+    def _settle(self, entry: Entry, session: Session) -> None:
+        """Record that a claim was not granted; the caller holds the mutex."""
+        if entry.token is not None or entry.session is not session:
             return
-        # Another file could have the number once the connection is closed.
-        with (
-            self._closing,
-            suppress(Exception),
-            socket.socket(fileno=os.dup(self._file())) as connection,
-        ):
-            connection.shutdown(socket.SHUT_RDWR)
+        is_doubted = entry.lock in session.doubted and not session.dead
+        if is_doubted and not self._claims.is_shared(entry, session):
+            entry.leaving = True
+        elif entry.waiting and not entry.leaving:
+            self._claims.unassign(entry)
+        else:
+            self._claims.forget(entry)
 
-    def _close(self) -> None:
-        with self._closing, suppress(Exception):
-            wrapper, self.wrapper = self.wrapper, None
-            wrapper.close()
+    def wait(self, entry: Entry, session: Session, comment: str) -> None:
+        """Wait for the key on this session, at most until the end of a statement."""
+        entry.interrupted = False
+        entry.interrupted = self._send("wait", entry, session, comment)
 
-    def _file(self) -> int:
-        return int(self.wrapper.connection.fileno())
+    def _send(
+        self, statement: str, entry: Entry, session: Session, comment: str = ""
+    ) -> bool:
+        """Send the statement that tries or waits for the key, and record a grant.
 
-    # The claims.
-
-    def admits(self, claim: Claim, name: str | int) -> bool:
-        """Return whether no claim on this session excludes the given claim.
-
-        The engine does not distinguish them.
+        Return whether the server has cancelled it.
         """
-        return all(
-            claim.shared
-            and (one.claim.shared or (one.claim.owner == claim.beside and not one.kept))
-            for one in self.at.get(name, ())
-        )
+        claim, waits = entry.claim, statement == "wait"
+        with session.mutex:
+            session.allow_idle(claim.ttl + self._backend.grace)
+            with self._claims.mutex:
+                # A caller that cancels the claim marks it before it uses the session.
+                if entry.leaving or entry.session is not session:
+                    return False
+            waited = max(0.0, time.time() - entry.since)
+            session.slice = min(SHORTEST_SLICE + waited / 8, LONGEST_SLICE)
+            if claim.shared:
+                statement += " shared"
+                if not self._claims.is_shared(entry, session):
+                    pass
+                elif claim.beside:
+                    # It passes all waiters. The server counts a second lock.
+                    session.doubted.add(entry.lock)
+                else:
+                    statement += " again"
+            grant = partial(self._grant, entry)
+            row = session.request(statement, entry.lock, comment, grant)
+            if row is not None and (row[0] is not None or not waits):
+                return False
+            session.doubted.add(entry.lock)
+            self._free(entry, session)
+            return True
 
-    def add(self, entry: Entry) -> None:
-        self.at[entry.name] = (*self.at.get(entry.name, ()), entry)
-        entry.session = self
+    def _grant(self, entry: Entry, token: int) -> None:
+        with self._claims.mutex:
+            self._claims.granted(entry, token)
 
-    def remove(self, entry: Entry) -> None:
-        remove(self.at, entry)
-        entry.session = None
+    def release(self, entry: Entry) -> None:
+        """Release the key of a claim. Another thread may do so at the same time."""
+        with self._claims.mutex:
+            entry.leaving = True
+            if (session := entry.session) is None:
+                self._claims.forget(entry)
+                return
+        try:
+            with session.mutex:
+                if not entry.gone:
+                    entry.was_held = self._free(entry, session)
+                with self._claims.mutex:
+                    self._claims.forget(entry)
+        except SessionDiedError as error:
+            self.close(session, error)
+
+    def _free(self, entry: Entry, session: Session) -> bool:
+        """Release the lock of a claim, and return whether the session had it."""
+        if entry.token is None and entry.lock not in session.doubted:
+            return False
+        # The last claim that shares it releases it.
+        return self._claims.is_shared(entry, session) or session.free(entry.lock)
+
+    # The end of a session.
+
+    def close(self, session: Session, error: BaseException | None = None) -> None:
+        """End a session. Its holds are lost, and its waiters need another one."""
+        with self._claims.mutex:
+            self._drop(session)
+            entries = [entry for at in session.at.values() for entry in at]
+            for entry in entries:
+                if entry.waiting and not entry.leaving:
+                    self._claims.unassign(entry)
+                else:
+                    self._claims.forget(entry)
+        held = [entry for entry in entries if entry.token is not None]
+        if error is not None and held:
+            logger.warning(
+                "A session on database %r with %d locks was lost: %s",
+                self._backend.database,
+                len(held),
+                error,
+            )
+        session.end()
+        lost = [entry.claim.owner for entry in held if not entry.leaving]
+        if lost:
+            # Holds that are not renewed would not notice the loss.
+            why = "the database session that held it has ended"
+            self._backend.runtime.on_lost(lost, why)
+
+    def close_if_idle(self, session: Session, linger: float) -> None:
+        """Close a session without claims that was not used for ``linger`` seconds."""
+        with self._claims.mutex:
+            idle_at = session.stood_at + linger
+            if session.at or session.is_asking or clock.now() < idle_at:
+                return
+            self._drop(session)
+        session.end()
+
+    def _drop(self, session: Session) -> None:
+        """Use a session no more; the caller holds the mutex."""
+        session.dead = True
+        if session is self.main:
+            self.main = None
+        self.for_waiters.discard(session)

@@ -32,12 +32,12 @@ from django.views.decorators.debug import sensitive_variables
 from kazoo.exceptions import NoNodeError
 from kazoo.hosts import collect_hosts
 
-from dlocks.backends.base import HEARTBEAT_TIMEOUT
-from dlocks.backends.local_claims import LocalClaims
+from dlocks.backends.base import HEARTBEAT_TIMEOUT, Backend
+from dlocks.backends.local_claims import refusal_of
 from dlocks.backends.notifiers import Notifier
 from dlocks.backends.zookeeper.ensemble import SOON, Ensemble, end, is_unanswered
 from dlocks.backends.zookeeper.inspector import ZooKeeperInspector, holder_of
-from dlocks.backends.zookeeper.nodes import Entry, NodeQueue, Nodes
+from dlocks.backends.zookeeper.nodes import Entry, NodeClaims, NodeQueue, Nodes
 from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
 from dlocks.runtime.process import each_in_child
@@ -51,7 +51,7 @@ IDLE_CLOSE_AFTER = 10.0
 MAINTAIN_EVERY = 0.5
 
 
-class ZooKeeperBackend(LocalClaims):
+class ZooKeeperBackend(Backend):
     """A backend that keeps locks in a ZooKeeper ensemble.
 
     ``hosts`` are its servers, such as ``"zk1:2181,zk2:2181,zk3:2181"``. All nodes are
@@ -63,12 +63,9 @@ class ZooKeeperBackend(LocalClaims):
     further arguments for kazoo's client.
     """
 
-    maintainer_name = "dlocks-zookeeper"
     supports_queue: ClassVar[bool] = True
     supports_sharing: ClassVar[bool] = True
     unlisted = ""
-    _entries: dict[str, Entry]
-    _kept: set[Entry]
 
     # Errors must not show the password.
     @sensitive_variables()
@@ -133,23 +130,21 @@ class ZooKeeperBackend(LocalClaims):
         return self.ensemble.session_timeout / 8
 
     def _reset(self) -> None:
-        super()._reset()
-        # Unwanted claims whose node may appear until ``ends_at``.
-        self._orphans: set[Entry] = set()
+        self.claims = NodeClaims("dlocks-zookeeper", self._maintain)
+        self.contended = self.claims.contended
         self._turns: SimpleQueue[Entry] = SimpleQueue()
-        self._used_at = 0.0
 
-    def _all(self) -> list[Entry]:
-        return [*self._entries.values(), *self._kept]
+    def refusal(self, claim: Claim) -> str | None:
+        return super().refusal(claim) or refusal_of(self, claim)
 
     # The backend interface.
 
     def acquire(self, claim: Claim) -> Grant | None:
-        entry = self._entries.get(claim.owner)
+        entry = self.claims.entries.get(claim.owner)
         if entry is None:
             entry = self._entry(claim)
             # Without a node of its own, as long as the key is busy.
-            contended = claim.key in self.contended
+            contended = claim.key in self.claims.contended
             if contended and self.nodes.queue_of(entry.parent).excludes(entry):
                 return None
         elif entry.waiting or entry.leaving:
@@ -183,12 +178,12 @@ class ZooKeeperBackend(LocalClaims):
             if not is_unanswered(error) or self.ensemble.certain_until <= now:
                 raise
         else:
-            with self._mutex:
+            with self.claims.mutex:
                 for claim, entry in held:
                     if entry.gone or entry.leaving:
                         continue
                     entry.ends_at = now + claim.ttl
-                    self._maintain_from(entry.ends_at)
+                    self.claims.maintain_from(entry.ends_at)
         return {
             claim.owner: min(entry.ends_at, self.ensemble.certain_until) - now
             for claim, entry in held
@@ -207,19 +202,19 @@ class ZooKeeperBackend(LocalClaims):
         """Forget the claims whose node was deleted."""
         requests = [("exists", entry.path) for entry in entries]
         stats = self.ensemble.ask(*requests, timeout=timeout)
-        with self._mutex:
+        with self.claims.mutex:
             for entry, stat in zip(entries, stats, strict=True):
                 if stat is not None:
                     continue
-                self._forget(entry)
+                self.claims.forget(entry)
 
     def release(self, claim: Claim, *, failed: bool = False, keep: float = 0.0) -> bool:
-        with self._mutex:
-            entry = self._entries.get(claim.owner)
+        with self.claims.mutex:
+            entry = self.claims.entries.get(claim.owner)
             if entry is None:
                 return False
             if keep and entry.token is not None and not entry.expired:
-                self._keep(entry, keep)
+                self.claims.keep(entry, keep)
                 return True
         timeout = SOON if entry.token is None else None
         return self._release_entry(entry, timeout=timeout) and not entry.expired
@@ -235,12 +230,14 @@ class ZooKeeperBackend(LocalClaims):
         answers = self.ensemble.ask(
             *(("get", f"{parent}/{ticket.name}") for ticket in found)
         )
-        with self._mutex:
-            own = dict((entry.ticket, entry) for entry in self._all() if entry.token)
+        with self.claims.mutex:
+            own = dict(
+                (entry.ticket, entry) for entry in self.claims.all() if entry.token
+            )
         for ticket, answer in zip(found, answers, strict=True):
             if entry := own.get(ticket):
                 if not entry.kept:
-                    yield self._own_holder(entry)
+                    yield entry.as_holder()
             elif not isinstance(answer, NoNodeError):
                 yield holder_of(key, *answer)
 
@@ -281,7 +278,7 @@ class ZooKeeperBackend(LocalClaims):
     def enqueue(
         self, claim: Claim, channel: str = "", position: int | None = None
     ) -> Ticket | None:
-        entry = self._entries.get(claim.owner) or self._entry(claim, waiting=True)
+        entry = self.claims.entries.get(claim.owner) or self._entry(claim, waiting=True)
         if entry.leaving:
             return None
         entry.is_notified |= bool(channel)
@@ -294,7 +291,7 @@ class ZooKeeperBackend(LocalClaims):
         self, claims: Sequence[Claim], *, heartbeat: bool = True
     ) -> Mapping[str, Ticket]:
         entries = [
-            entry for claim in claims if (entry := self._entries.get(claim.owner))
+            entry for claim in claims if (entry := self.claims.entries.get(claim.owner))
         ]
         self._update(entries)
         return {
@@ -359,20 +356,20 @@ class ZooKeeperBackend(LocalClaims):
 
     def _sees(self, entry: Entry, node_queue: NodeQueue) -> bool:
         """Update a claim, and return whether it must watch another node."""
-        with self._mutex:
+        with self.claims.mutex:
             if entry.gone or entry.leaving:
                 return False
             place = node_queue.places.get(entry.ticket.name) if entry.ticket else None
             if place is None:
                 # Another client has deleted the node.
-                self._forget(entry)
+                self.claims.forget(entry)
                 return False
             if entry.beside is not None and entry.beside.name not in node_queue.places:
                 # That hold was deleted, and another claim may have held the key since.
                 return False
             position, blocking = place
             if blocking is None:
-                self._granted(entry, entry.number)
+                self.claims.granted(entry, entry.number)
                 entry.watched = ""
                 return False
             entry.ahead = position - len(node_queue.granted)
@@ -391,29 +388,29 @@ class ZooKeeperBackend(LocalClaims):
 
     def _entry(self, claim: Claim, *, waiting: bool = False) -> Entry:
         entry = Entry(claim, parent=self.nodes.parent(claim.key), waiting=waiting)
-        hold = None if waiting else self._entries.get(claim.beside)
+        hold = None if waiting else self.claims.entries.get(claim.beside)
         if hold is not None and hold.token is not None:
             entry.beside, entry.number = hold.ticket, hold.token
         return entry
 
     def _join(self, entry: Entry, timeout: float | None = None) -> bool:
         """Give a claim its node and its state; return False if it is gone."""
-        with self._mutex:
-            self._entries[entry.claim.owner] = entry
-            self._maintain_from()
+        with self.claims.mutex:
+            self.claims.entries[entry.claim.owner] = entry
+            self.claims.maintain_from()
         node_queue = self.ensemble.retry(lambda _: self.nodes.add(entry), timeout)
         self._see([entry], timeout, {entry.parent: node_queue} if node_queue else None)
         if entry.token is None:
-            self.contended.add(entry.claim.key)
+            self.claims.contended.add(entry.claim.key)
         else:
-            self.contended.discard(entry.claim.key)
+            self.claims.contended.discard(entry.claim.key)
         if entry.gone:
             # The node may have been created in the next session.
             self._orphan(entry)
         return not entry.gone
 
     def _held(self, claim: Claim) -> Entry | None:
-        entry = self._entries.get(claim.owner)
+        entry = self.claims.entries.get(claim.owner)
         return None if entry is None or entry.token is None or entry.leaving else entry
 
     def _grant(self, entry: Entry, *, begins: bool = True) -> Grant | None:
@@ -422,7 +419,7 @@ class ZooKeeperBackend(LocalClaims):
         ``begins`` says that its lease begins now.
         """
         now = clock.now()
-        with self._mutex:
+        with self.claims.mutex:
             left = self.ensemble.certain_until - now
             if not begins:
                 left = min(left, entry.ends_at - now)
@@ -430,7 +427,7 @@ class ZooKeeperBackend(LocalClaims):
                 return None
             if begins:
                 entry.ends_at = now + entry.claim.ttl
-            self._maintain_from(entry.ends_at)
+            self.claims.maintain_from(entry.ends_at)
         return Grant(entry.token, left if left < entry.claim.ttl else None)
 
     def _release_entry(self, entry: Entry, *, timeout: float | None = None) -> bool:
@@ -444,8 +441,8 @@ class ZooKeeperBackend(LocalClaims):
             self._orphan(entry)
             raise
         finally:
-            with self._mutex:
-                self._forget(entry)
+            with self.claims.mutex:
+                self.claims.forget(entry)
 
     def _delete(self, entry: Entry, timeout: float) -> bool:
         if entry.ticket is None or (entry.token is None and not entry.leaving):
@@ -462,20 +459,20 @@ class ZooKeeperBackend(LocalClaims):
         return (had or again) and entry.token is not None
 
     def _orphan(self, entry: Entry) -> None:
-        with self._mutex:
+        with self.claims.mutex:
             entry.ends_at = clock.now() + 2 * self.ensemble.session_timeout
-            self._orphans.add(entry)
-            self._maintain_from()
+            self.claims.orphans.add(entry)
+            self.claims.maintain_from()
 
     # The session.
 
     def _session_ended(self) -> None:
         """Forget all claims. Waiters rejoin the queue."""
-        with self._mutex:
-            entries = self._all()
+        with self.claims.mutex:
+            entries = self.claims.all()
             for entry in entries:
-                self._forget(entry)
-            self._orphans.clear()
+                self.claims.forget(entry)
+            self.claims.orphans.clear()
         held = [one for one in entries if one.token is not None and not one.kept]
         if held:
             report = "The ZooKeeper session of DLOCKS[%r] ended with %d locks"
@@ -489,10 +486,6 @@ class ZooKeeperBackend(LocalClaims):
 
     # The maintenance thread.
 
-    def _maintain_from(self, due: float = math.inf) -> None:
-        self._used_at = clock.now()
-        super()._maintain_from(due)
-
     def _maintain(self) -> None:
         # No reference of a pass keeps an object alive.
         while self._maintain_once():
@@ -500,27 +493,27 @@ class ZooKeeperBackend(LocalClaims):
 
     def _maintain_once(self) -> bool:
         """Release expired claims, or wait. Return whether there are more."""
-        with self._mutex:
+        with self.claims.mutex:
             now = clock.now()
-            entries = self._all()
-            orphans = list(self._orphans)
+            entries = self.claims.all()
+            orphans = list(self.claims.orphans)
             if entries or orphans:
-                self._used_at = now
-            idle = now >= self._used_at + IDLE_CLOSE_AFTER
+                self.claims.used_at = now
+            idle = now >= self.claims.used_at + IDLE_CLOSE_AFTER
             if idle:
-                self._maintainer.end()
+                self.claims.maintainer.end()
                 # A later claim opens a session of its own.
                 client = self.ensemble.detach()
-            if now > self._maintains_at + HEARTBEAT_TIMEOUT / 2:
+            if now > self.claims.maintains_at + HEARTBEAT_TIMEOUT / 2:
                 # This process was stopped, so its waiters could not send heartbeats.
                 for entry in entries:
                     entry.last_seen_at = max(entry.last_seen_at, now)
             over = list(entry for entry in entries if self._ends(entry) <= now)
             # The next pass detects from this time whether the process was stopped.
             soon = min([now + MAINTAIN_EVERY, *map(self._ends, entries)])
-            self._maintains_at = max(now, soon)
+            self.claims.maintains_at = max(now, soon)
             if not idle and not over:
-                self._changed.wait(self._maintains_at - now)
+                self.claims.changed.wait(self.claims.maintains_at - now)
         if idle:
             end(client)
             return False
@@ -538,7 +531,7 @@ class ZooKeeperBackend(LocalClaims):
         return entry.ends_at if entry.kept else entry.ends_at + self.grace
 
     def _end(self, entry: Entry) -> None:
-        with self._mutex:
+        with self.claims.mutex:
             if entry.gone or self._ends(entry) > clock.now():
                 # It was renewed or granted meanwhile.
                 return
@@ -556,8 +549,8 @@ class ZooKeeperBackend(LocalClaims):
             self._delete(entry, SOON)
             # If there is no node, its creation may still be on its way.
             if entry.ticket is not None or clock.now() >= entry.ends_at:
-                with self._mutex:
-                    self._orphans.discard(entry)
+                with self.claims.mutex:
+                    self.claims.orphans.discard(entry)
 
 
 all_backends = each_in_child(ZooKeeperBackend._forked)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import secrets
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from itertools import takewhile
 from urllib.parse import quote
@@ -12,7 +13,7 @@ from urllib.parse import quote
 from kazoo.exceptions import NoNodeError
 from kazoo.security import OPEN_ACL_UNSAFE
 
-from dlocks.backends.local_claims import LocalEntry
+from dlocks.backends.local_claims import LocalClaims, LocalEntry
 from dlocks.backends.zookeeper.ensemble import Ensemble
 from dlocks.runtime import clock
 
@@ -127,6 +128,21 @@ class Entry(LocalEntry):
     @property
     def path(self) -> str:
         return f"{self.parent}/{self.ticket.name}" if self.ticket else ""
+
+
+class NodeClaims(LocalClaims[Entry]):
+    """The claims of one process in the ensemble."""
+
+    def __init__(self, thread: str, maintain: Callable[[], None]) -> None:
+        super().__init__(thread, maintain)
+        # Unwanted claims whose node may appear until ``ends_at``.
+        self.orphans: set[Entry] = set()
+        # When there was a claim at last.
+        self.used_at = 0.0
+
+    def maintain_from(self, due: float = math.inf) -> None:
+        self.used_at = clock.now()
+        super().maintain_from(due)
 
 
 @dataclass(frozen=True)

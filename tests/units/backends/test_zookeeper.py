@@ -101,7 +101,8 @@ async def test_waiters_queue_again_when_their_session_ends(
     async def until_queued(*, without):
         while not (
             len(found := set(nodes()) - without) == 2
-            and sum(bool(one.watched) for one in list(backend._entries.values())) == 2
+            and sum(bool(one.watched) for one in list(backend.claims.entries.values()))
+            == 2
         ):
             await asyncio.sleep(0.01)
         return found
@@ -142,7 +143,7 @@ def test_a_cancelled_claim_on_silent_servers_leaves_no_node(
     finally:
         server.process.send_signal(signal.SIGCONT)
     # The server processes the requests, although no caller waits for them any more.
-    until(lambda: not backend._orphans)
+    until(lambda: not backend.claims.orphans)
     assert nodes() == ["other"]
 
 
@@ -275,7 +276,7 @@ def test_a_claim_that_is_being_cancelled_is_not_granted(
         assert late.poll([mine]) == {}
     finally:
         go_on.set()
-    until(lambda: mine.owner not in late._entries)
+    until(lambda: mine.owner not in late.claims.entries)
     assert late.acquire(mine)
     assert late.release(mine)
 

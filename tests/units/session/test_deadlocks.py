@@ -64,7 +64,8 @@ def test_a_waiter_that_holds_a_key_waits_in_the_engine(threads, until):
             waiters.append(threads(wait))
             until(lambda number=number: backend.waiting("a") > number)
         # The first one and the nested one.
-        until(lambda: backend._ask_main("waiting", backend._name("a"))[0] == 2)
+        name, shown = backend.sessions.name("a"), backend.sessions.of_name
+        until(lambda: sum(not one.granted for one in shown(name)) == 2)
     for waiter in waiters:
         waiter.join(30)
     assert order == ["first", "nested", "second", "last"]
@@ -75,9 +76,11 @@ def test_waits_without_a_held_key_send_no_more_to_the_server(
     monkeypatch, threads, until
 ):
     backend, sent = backends["session"], []
-    row = backend._kind.first_row
+    row = backend.sessions.kind.first_row
     monkeypatch.setattr(
-        backend._kind, "first_row", lambda *args: sent.append(args[1]) or row(*args)
+        backend.sessions.kind,
+        "first_row",
+        lambda *args: sent.append(args[1]) or row(*args),
     )
     with db_lock("a", using="session"):
         waiter = threads(lambda: db_lock("a", using="session").acquire().release())
@@ -95,7 +98,7 @@ def test_a_comment_of_another_version_is_skipped(monkeypatch):
     texts = json.dumps(
         ["/*dlocks [1]*/ SELECT 1", "/*dlocks {*/ SELECT 1", "/*dlocks 2*/"]
     )
-    monkeypatch.setattr(backend, "_ask_main", lambda statement, value: (texts,))
+    monkeypatch.setattr(backend.sessions, "ask", lambda statement, value: (texts,))
     assert list(backend.inspector.waiting_claims()) == []
 
 
@@ -104,7 +107,7 @@ def test_deadlocks_are_not_found_if_the_server_shows_no_statements(
     threads, monkeypatch
 ):
     """The callers wait for their timeouts."""
-    kind, both = backends["session"]._kind, threading.Barrier(2)
+    kind, both = backends["session"].sessions.kind, threading.Barrier(2)
     refused = {**kind.statements, "comments": "SELECT no_such_column"}
     monkeypatch.setattr(kind, "statements", refused)
     monkeypatch.setattr(kind, "begin", lambda self, begin=kind.begin: begin(self))
@@ -135,10 +138,15 @@ def test_a_hold_of_a_lost_session_is_no_part_of_a_deadlock(workers, doomed, unti
     waiter.start(jobs.wait_and_release, "a", "b", using="session")
     waiter.hear()
     until(lambda: backend.waiting("b") == 1)
-    (number,) = backend._ask_main("holders", backend._name("a"))
+    shown = backend.sessions.of_name(backend.sessions.name("a"))
+    (held,) = (one for one in shown if one.granted)
     with connection.cursor() as cursor:
-        end = "SELECT pg_terminate_backend(%s)" if backend._kind.shares else "KILL %s"
-        cursor.execute(end, [int(number)])
+        end = (
+            "SELECT pg_terminate_backend(%s)"
+            if backend.sessions.kind.shares
+            else "KILL %s"
+        )
+        cursor.execute(end, [held.number])
     with db_lock("a", using="session", timeout=5):
         other.tell()
         until(lambda: backend.waiting("a") == 1)

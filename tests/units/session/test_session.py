@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import signal
 import threading
 
 import pytest
@@ -12,7 +11,6 @@ from django.db import connection
 
 from dlocks import LockBackendError
 from tests import jobs
-from tests.for_each import for_each
 from tests.internals import Claim, SessionBackend, backends, disconnect
 from tests.promises.session.server import POSTGRESQL, SERVERS, lock
 
@@ -76,7 +74,7 @@ def in_queue(until, other):
 @pytest.fixture
 def at_statement(monkeypatch, backend):
     """Return a function that calls another one, once, before or after a statement."""
-    kind = type(backend._session_for())
+    kind = type(backend.sessions.session_for())
 
     def arrange(statement, *, before=None, after=None):
         ask, done = kind.ask, []
@@ -111,9 +109,9 @@ def refused(monkeypatch):
 @pytest.mark.engine("mariadb")
 def test_the_names_of_one_database_are_not_those_of_another(backend):
     """All databases of a server share the names of GET_LOCK."""
-    name = backend._name("stock:7")
+    name = backend.sessions.name("stock:7")
     assert len(name) <= 64
-    assert name == name.lower() != backend._name("STOCK:7")
+    assert name == name.lower() != backend.sessions.name("STOCK:7")
     other = hashlib.sha256(b"another\0stock:7").hexdigest()[:48]
     assert name != f"dlocks:{other}"
 
@@ -121,12 +119,14 @@ def test_the_names_of_one_database_are_not_those_of_another(backend):
 @POSTGRESQL
 def test_a_refused_statement_does_not_affect_other_holds(refused, backend):
     with lock() as held:
-        refused(backend._main, "try")
+        refused(backend.sessions.main, "try")
         with pytest.raises(LockBackendError, match="no_such_column"):
             lock("stock:8").acquire()
         held.check()
         held.renew()
-        assert [entry.claim.key for entry in backend._entries.values()] == ["stock:7"]
+        assert [entry.claim.key for entry in backend.claims.entries.values()] == [
+            "stock:7"
+        ]
 
 
 # Leases that expire meanwhile.
@@ -245,7 +245,7 @@ def test_a_reader_that_joins_at_a_release_passes_no_writer(
 def test_a_claim_cancelled_while_it_is_tried_leaves_the_key_free(
     monkeypatch, backend, in_other_thread, in_queue, is_free
 ):
-    backend.places = 1
+    backend.queue.places = 1
     with lock("stock:8"), contextlib.ExitStack() as blocked:
         blocker = in_other_thread(lock("stock:9").acquire)
         blocked.callback(in_other_thread, blocker.release)
@@ -254,15 +254,15 @@ def test_a_claim_cancelled_while_it_is_tried_leaves_the_key_free(
         in_queue(1, "stock:9")
         waiter = claim("stock:7")
         assert backend.enqueue(waiter, "").position
-        request = backend._request
+        request = backend.sessions._send
         gave_up = []
 
-        def come_between(entry, *args):
+        def come_between(statement, entry, *args):
             if not gave_up:
                 gave_up.append(backend.release(entry.claim))
-            return request(entry, *args)
+            return request(statement, entry, *args)
 
-        monkeypatch.setattr(backend, "_request", come_between)
+        monkeypatch.setattr(backend.sessions, "_send", come_between)
         assert not backend.poll([waiter]).get(waiter.owner, None)
         assert gave_up == [False]
         assert is_free()
@@ -276,25 +276,25 @@ def test_a_claim_cancelled_at_its_grant_takes_no_other_key(
 
     The next claim must not use it yet, or it would lose its key.
     """
-    monkeypatch.setattr(backend, "places", 1)
+    monkeypatch.setattr(backend.queue, "places", 1)
     holder = in_other_thread(lock().acquire)
     late, next_one = claim(), claim("another")
     backend.enqueue(late)
     in_queue(1)
-    entry = backend._entries[late.owner]
+    entry = backend.claims.entries[late.owner]
 
     def grant():
         holder.release()
         until(lambda: entry.token)
         # There is no session for this claim until the other one has left.
         backend.enqueue(next_one)
-        assert backend._entries[next_one.owner].session is None
+        assert backend.claims.entries[next_one.owner].session is None
 
     session = until(lambda: entry.session)
     at_statement("cancel", before=grant)
     assert not backend.release(late)
     until(lambda: backend.poll([next_one])[next_one.owner].grant)
-    assert backend._entries[next_one.owner].session is not session
+    assert backend.claims.entries[next_one.owner].session is not session
     assert next_one.owner in backend.renew([next_one])
     assert in_other_thread(lock("another", timeout=0).try_acquire) is None
     assert backend.release(next_one)
@@ -309,7 +309,7 @@ def test_a_key_granted_with_its_cancellation_is_released(
 
     The session holds the key in this case. The claim waits once more.
     """
-    kind = type(backend._session_for())
+    kind = type(backend.sessions.session_for())
     first_row, cancelled = kind.first_row, []
 
     def cancel(self, sql, values=None):
@@ -328,7 +328,7 @@ def test_a_key_granted_with_its_cancellation_is_released(
     until(lambda: backend.poll([waiting])[waiting.owner].grant)
     assert cancelled[0][0] is not None
     assert backend.release(waiting)
-    assert not backend._entries
+    assert not backend.claims.entries
     assert is_free()
 
 
@@ -337,7 +337,7 @@ def test_a_cancelled_release_is_repeated(monkeypatch, backend, is_free):
     """An administrator may cancel any running statement."""
     another = lock("another").acquire()
     hold = lock().acquire()
-    session = backend._entries[hold.owner].session
+    session = backend.claims.entries[hold.owner].session
     first_row = session.first_row
 
     def cancelled(sql, values):
@@ -365,7 +365,7 @@ def test_a_timeout_does_not_cancel_an_unrelated_statement(
     holder = in_other_thread(lock().acquire)
     waiting = claim()
     backend.enqueue(waiting)
-    until(lambda: backend._entries[waiting.owner].session)
+    until(lambda: backend.claims.entries[waiting.owner].session)
     in_queue(1)
     client.start(jobs.run_sql, SLEEP[connection.vendor])
 
@@ -375,33 +375,7 @@ def test_a_timeout_does_not_cancel_an_unrelated_statement(
             return cursor.fetchone()
 
     (number,) = until(sleeper)
-    backend._entries[waiting.owner].session.pid = number
+    backend.claims.entries[waiting.owner].session.pid = number
     backend.release(waiting)
     client.hear()
     holder.release()
-
-
-@for_each("statement", ["try", "free"])
-def test_an_interrupted_request_leaves_no_lock(
-    statement, monkeypatch, backend, until, is_free
-):
-    """It is unknown what the server has done. Other holds go on."""
-    another = lock("another").acquire()
-    kind = type(backend._session_for())
-    first_row = kind.first_row
-
-    def interrupted(self, sql, values=None):
-        row = first_row(self, sql, values)
-        if sql == self.statements[statement]:
-            monkeypatch.undo()
-            signal.raise_signal(signal.SIGINT)
-        return row
-
-    monkeypatch.setattr(kind, "first_row", interrupted)
-    with pytest.raises(KeyboardInterrupt), lock():
-        pass
-    until(is_free)
-    another.check()
-    with lock(timeout=5):
-        another.release()
-    assert not backend._entries

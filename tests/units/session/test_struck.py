@@ -170,9 +170,9 @@ def test_an_interrupt_leaves_no_key_taken(case, other, runs, threads, until, set
             lock(key, timeout=10).acquire().release()
 
     def is_clean():
-        at = [session.at for session in backend._sessions() if session.at]
-        tables = backend._entries, backend._kept, backend._queued, backend._nested
-        return not any(tables) and not at
+        claims = backend.claims
+        at = [session.at for session in backend.sessions.all()]
+        return not any([claims.all(), claims.queued, claims.nested, *at])
 
     def is_free():
         claim = Claim(key="k", ttl=30.0, holder="other")

@@ -1,0 +1,285 @@
+"""A database session of its own for locks."""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, ClassVar
+
+from django.core.exceptions import ImproperlyConfigured
+from django.db import connections
+from django.db.utils import Error
+
+from dlocks.exceptions import LockBackendError
+from dlocks.runtime import clock
+from dlocks.runtime.pools import unpooled
+from dlocks.runtime.threads import Latch
+
+# Bounds in seconds for a statement that waits, on PostgreSQL. After it, a waiter queues
+# again behind the others. The bound grows by an eighth of the wait. Waiters that came
+# first are thus at the head of the queue for longer.
+SHORTEST_SLICE = 2.0
+LONGEST_SLICE = 3.0
+
+# The first row of a reply.
+Row = Sequence[Any]
+# A lock of the server: its name, and whether it is shared.
+Lock = tuple[str | int, bool]
+
+# Maximum idle timeout in seconds. Larger values exceed the range of the servers'
+# settings.
+LONGEST_IDLE = 86400 * 20
+
+
+class SessionDiedError(Exception):
+    """A session that has ended, and its locks with it."""
+
+
+class Session:
+    """A private connection. The first statement connects.
+
+    After ``idle`` seconds without a statement, the server ends the session. ``pooled``
+    states that a pooler in between keeps sessions. ``mutex`` is the turn to send
+    requests.
+    """
+
+    # Whether locks can be shared, and can belong to a transaction.
+    shares: ClassVar[bool]
+    # The SQL by name. The statements that try or wait return the token. It is 0 if a
+    # wait has ended without the lock, and goes on with the next statement.
+    statements: Mapping[str, str]
+    # The server's idle timeout for one second.
+    idle_unit: ClassVar[int]
+    # Return the engine's code of an error. It is ``cancelled`` for a cancelled
+    # statement, and begins with one of ``ended`` if the session has ended.
+    code: Callable[[Error], str]
+    cancelled: ClassVar[str]
+    ended: ClassVar[tuple[str, ...]]
+    # Set ``pid`` and ``reported_pid`` without changing the session. Behind a pooler,
+    # another client may use it next.
+    identify: Callable[[], None]
+    # Configure the session for locks.
+    begin: Callable[[], None]
+    # Reads the rest of the reply to an interrupted statement.
+    read_rest: Callable[[], None]
+    # The session's number, or 0 until it is connected, and the one that was reported at
+    # first. A pooler invents it.
+    pid: int = 0
+    reported_pid: int
+    # The value with which another session cancels its statement. After a restart or
+    # failover, another session may have the same number.
+    identity: str = ""
+
+    def __init__(self, database: str, idle: float, *, pooled: bool) -> None:
+        self.database = database
+        self.idle = idle
+        self.pooled = pooled
+        self.mutex = threading.RLock()
+        self._closing = threading.Lock()
+        self.wrapper: Any = None
+        self.dead = False
+        self.is_asking = False
+        # Seconds for which the next statement waits.
+        self.slice = SHORTEST_SLICE
+        # Whether a request was interrupted before its reply was read, and the locks
+        # that the server may have granted or released without a reply.
+        self.is_unread = False
+        self.doubted: set[Lock] = set()
+        # The entries of ``Claims`` that hold, request or await a key here, by name.
+        self.at: dict[str | int, tuple[Any, ...]] = {}
+        # Set when the wait of its last waiter has ended.
+        self.wait_over = Latch()
+        # When the last statement was sent that the server has answered.
+        self.stood_at = clock.now()
+
+    def __del__(self) -> None:
+        # An interrupt may have kept end() from closing the connection.
+        self._close()
+
+    def options(self) -> dict[str, Any]:
+        return {}
+
+    # Statements.
+
+    def ask(self, statement: str, value: object = 0, comment: str = "") -> Row | None:
+        """Send a statement, and return the first row of its reply.
+
+        The row is None if the statement was cancelled.
+        """
+        with self.mutex:
+            if self.is_asking:
+                raise LockBackendError(
+                    "A signal handler has interrupted a request on the same session."
+                )
+            try:
+                self.is_asking = True
+                if self.wrapper is None and not self.dead:
+                    self.connect()
+                if self.dead:
+                    raise SessionDiedError("it was closed")
+                if self.is_unread:
+                    self.read_rest()
+                sent = clock.now()
+                row = self._reply(comment + self.statements[statement], value)
+                self.stood_at = sent
+                return row
+            except SessionDiedError:
+                self.dead = True
+                raise
+            finally:
+                self.is_asking = False
+                if self.dead:
+                    self._close()
+
+    def _reply(self, sql: str, value: object) -> Row | None:
+        row: Row | None = None
+        self.is_unread = True
+        try:
+            row = self.first_row(sql, {"value": value})
+        except Error as error:
+            self.is_unread = False
+            code = self.code(error)
+            if code.startswith(self.ended):
+                raise SessionDiedError(str(error).strip()) from error
+            if code != self.cancelled:
+                raise LockBackendError(
+                    f"Database {self.database!r} rejected a lock statement: {error}"
+                ) from error
+        self.is_unread = False
+        return row
+
+    def request(
+        self, statement: str, lock: Lock, comment: str, grant: Callable[[int], None]
+    ) -> Row | None:
+        """Send a statement that requests a lock, and call ``grant`` with its token."""
+        is_sure = lock not in self.doubted
+        self.doubted.add(lock)
+        try:
+            row = self.ask(statement, lock[0], comment)
+        except (LockBackendError, ImproperlyConfigured):
+            if is_sure:
+                self.doubted.discard(lock)
+            raise
+        if row is not None and row[0]:
+            grant(int(row[0]))
+        # The engine may have granted the lock before it cancelled the statement.
+        if row is not None and is_sure:
+            self.doubted.discard(lock)
+        return row
+
+    def free(self, lock: Lock) -> bool:
+        """Release a lock, and return whether the session had it."""
+        name, shared = lock
+        for _ in range(5):
+            was_doubted = lock in self.doubted
+            self.doubted.add(lock)
+            row = self.ask("free shared" if shared else "free", name)
+            # An administrator may cancel any statement. A doubted lock is released
+            # until the server says that the session does not have it.
+            if row is not None and not (row[0] and was_doubted):
+                self.doubted.discard(lock)
+                return bool(row[0]) or was_doubted
+        raise SessionDiedError("the release of a lock was cancelled")
+
+    def first_row(self, sql: str, values: Any = None) -> Any:
+        with self.wrapper.cursor() as cursor:
+            cursor.execute(sql, values)
+            return cursor.fetchone() if cursor.description else None
+
+    def allow_idle(self, seconds: float) -> None:
+        """Ensure that the server does not end the session within ``seconds``."""
+        with self.mutex:
+            if self.idle < seconds:
+                self.ask("idle", self.idle_setting(seconds))
+                self.idle = seconds
+
+    def idle_setting(self, seconds: float) -> int:
+        return math.ceil(min(seconds, LONGEST_IDLE) * self.idle_unit)
+
+    def ping(self) -> None:
+        """Raise SessionDiedError unless the server still has the session."""
+        if (row := self.ask("ping")) is not None and row[0] != self.pid:
+            raise SessionDiedError("a pooler has assigned it to another client")
+
+    # The connection.
+
+    def connect(self) -> None:
+        try:
+            self._open()
+            if self.pid != self.reported_pid:
+                self._refuse_pooler()
+            self.begin()
+        except BaseException as error:
+            self._close()
+            if isinstance(error, Error):
+                raise LockBackendError(
+                    f"No session for locks on database {self.database!r}:"
+                    f" {str(error).strip()}"
+                ) from error
+            raise
+        self.stood_at = clock.now()
+
+    def _open(self) -> None:
+        self.wrapper = unpooled(connections[self.database])
+        settings = self.wrapper.settings_dict
+        settings["AUTOCOMMIT"] = True
+        settings["OPTIONS"] = {**self.options(), **settings["OPTIONS"]}
+        self.wrapper.inc_thread_sharing()
+        self.wrapper.ensure_connection()
+        self.identify()
+
+    def _refuse_pooler(self) -> None:
+        """Raise ImproperlyConfigured unless the pooler keeps sessions."""
+        solutions = (
+            "Connect this alias of DATABASES to the server itself, or use"
+            " dlocks.backends.database.PessimisticBackend."
+        )
+        if not self.pooled:
+            raise ImproperlyConfigured(
+                f"Database {self.database!r} is behind a pooler (the session is"
+                f" {self.pid}, and the connection reports {self.reported_pid}), which"
+                f" could grant one lock to several callers. {solutions} If the pooler"
+                " keeps sessions (pool_mode = session), set"
+                " OPTIONS['session_pooling'] = True."
+            )
+        other = type(self)(self.database, self.idle, pooled=True)
+        try:
+            other._open()
+        finally:
+            other._close()
+        if other.pid == self.pid:
+            raise ImproperlyConfigured(
+                f"The pooler of database {self.database!r} assigned session {self.pid}"
+                " to two connections at a time, although OPTIONS['session_pooling'] is"
+                f" set. Set its pool_mode to session. {solutions}"
+            )
+
+    def end(self) -> None:
+        """End the session, from any thread.
+
+        A thread that waits for a reply gets an error, and closes the connection.
+        """
+        self.dead = True
+        # A request that begins from here on finds the session dead.
+        if not self.is_asking:
+            self._close()
+            return
+        # Another file could have the number once the connection is closed.
+        with (
+            self._closing,
+            suppress(Exception),
+            socket.socket(fileno=os.dup(self._file())) as connection,
+        ):
+            connection.shutdown(socket.SHUT_RDWR)
+
+    def _close(self) -> None:
+        with self._closing, suppress(Exception):
+            wrapper, self.wrapper = self.wrapper, None
+            wrapper.close()
+
+    def _file(self) -> int:
+        return int(self.wrapper.connection.fileno())
