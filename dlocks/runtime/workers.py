@@ -139,6 +139,7 @@ class ServerWorker:
 
     def _loop(self) -> None:
         this_thread.is_keepers = True
+        this_thread.send_renewals = self._send_renewals
         use_private_connections()
         self._idle_at = clock.now() + IDLE_CLOSE_AFTER
         while True:
@@ -179,6 +180,11 @@ class ServerWorker:
         with self._mutex:
             if not self._thread.is_running:
                 self.connected = []
+
+    def _send_renewals(self) -> None:
+        """Run the renewals that are due, in the middle of a job that waits for a row."""
+        while self.renewals:
+            self.renewals.popleft()()
 
     def _next(self) -> Callable[[], None] | None:
         self._renewed = bool(self.renewals) and not (self._renewed and self.jobs)

@@ -1,7 +1,8 @@
 """What a holder does with its own row: it renews, verifies and releases it.
 
 Others lock the row for moments, and a transaction may lock it for longer. A renewal
-skips it then. The others are sent again for a while.
+skips it then. The others are sent again for a while, and let the renewals of other holds
+pass meanwhile.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from dlocks.backends.database.store import Store
 from dlocks.backends.table import KeyState, Moment
 from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
+from dlocks.runtime.requests import let_renewals_pass
 from dlocks.sql.clock import ticks
 from dlocks.sql.engines import HELD, LIVE, SHARED
 from dlocks.values import Claim, Grant
@@ -241,6 +243,7 @@ class Holders:
             most = LIVE_WAIT if remaining > 0 else LAPSED_WAIT
             if clock.real_now() > began + most:
                 break
+            let_renewals_pass()
             clock.back_off(0.002 * 2 ** min(number, 5))
         if taken_over and remaining <= 0:
             return False
@@ -353,6 +356,7 @@ class Holders:
                     outcome := self._release_locked(claim, status, keep, began)
                 ) is not None:
                     return outcome
+                let_renewals_pass()
             else:
                 if not key.state.queue:
                     self.queue.contended.discard(claim.key)

@@ -530,3 +530,35 @@ def test_a_slow_receiver_delays_no_renewal(in_other_thread):
         end.set()
         lock_released.disconnect(receive)
     in_other_thread(other.release)
+
+
+@pytest.mark.engine("postgresql", "mariadb", "mysql")
+def test_a_release_that_waits_for_its_row_delays_no_renewal(threads):
+    """A caller in a transaction releases a key whose row a session keeps locked."""
+    locked, end = threading.Event(), threading.Event()
+
+    def lock_row():
+        with transaction.atomic():
+            ResourceLock.objects.select_for_update().get(pk="stock:7")
+            locked.set()
+            end.wait(60)
+
+    with db_lock("other", ttl=2) as other:
+        hold = db_lock("stock:7", release_at="exit").acquire()
+        keeper = threads(lock_row)
+        assert locked.wait(20)
+
+        def release():
+            with transaction.atomic():
+                hold.release()
+
+        release = threads(release)
+        # For longer than its ttl.
+        for _ in range(5):
+            await_renewal(other)
+        assert release.is_alive()
+        end.set()
+        keeper.join(20)
+        release.join(20)
+        other.check()
+    assert not db_lock("stock:7").locked()
