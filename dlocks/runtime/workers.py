@@ -182,7 +182,7 @@ class ServerWorker:
                 self.connected = []
 
     def _send_renewals(self) -> None:
-        """Run the renewals that are due, in the middle of a job that waits for a row."""
+        """Run the renewals that are due, within a job that waits for a row."""
         while self.renewals:
             self.renewals.popleft()()
 

@@ -1,8 +1,7 @@
 """What a holder does with its own row: it renews, verifies and releases it.
 
 Others lock the row for moments, and a transaction may lock it for longer. A renewal
-skips it then. The others are sent again for a while, and let the renewals of other holds
-pass meanwhile.
+skips it then. The others are sent again for a while, and let renewals pass meanwhile.
 """
 
 from __future__ import annotations
