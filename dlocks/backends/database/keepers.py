@@ -2,20 +2,21 @@
 
 The committed row of a key that a transaction holds is free. PostgreSQL shows without a
 lock which rows are locked (``dlocks.sql.locked_rows``). Elsewhere a probe has to lock
-them, which may be in the way of a caller. So a probe covers only keys that have waiters
-and no lease, and a process sends at most one a second. MySQL needs no probe where its
-user may read ``performance_schema.data_locks``.
+them, which may be in the way of a caller. So for what people read, a probe covers only
+keys that have waiters and no lease, and expired leases. A process sends at most one of
+each a second, and none on a replica. MySQL needs no probe for the former where its user
+may read ``performance_schema.data_locks``.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from django.db.models import Q
 
@@ -28,6 +29,9 @@ from dlocks.sql.clock import Now
 from dlocks.sql.locked_rows import IN_TRANSACTION, IS_IN_TRANSACTION, LOCKED_BY
 from dlocks.values import Holder, Kept
 
+A = TypeVar("A")
+R = TypeVar("R")
+
 # Maximum number of rows that are read at a time.
 PAGE = 1000
 # Reads that find a row locked before a transaction is assumed to keep it.
@@ -35,7 +39,7 @@ LOCKED_TRIES = 4
 # Seconds for which one of our own statements or steps may lock a row. Nothing shorter
 # is shown.
 BRIEF = 0.05
-# Seconds between two probes of a process for keys without a lease.
+# Seconds between two probes of a process for the same kind of rows.
 PROBE_EVERY = 1.0
 
 # The transactions on PostgreSQL that may have locked rows of the table.
@@ -61,8 +65,8 @@ LOCKERS = (
     " %(table)s AND index_name = 'PRIMARY' AND lock_type = 'RECORD' AND lock_status ="
     " 'GRANTED' AND lock_mode IN ('X', 'X,REC_NOT_GAP')"
 )
-# The time and the result of the last probe of each database.
-_probes: dict[str, tuple[float, Mapping[str, Holder]]] = {}
+# The time and the result of the last probe of each database for each kind of rows.
+_probes: dict[tuple[str, str], tuple[float, Mapping[Any, Any]]] = {}
 
 
 class Writer(NamedTuple):
@@ -114,15 +118,43 @@ class Keepers:
             stale = self._newest(locks.filter(status="P", end_time__lte=Now()))
         shares = self._newest(claims.filter(version__isnull=False, end_time__lte=Now()))
         with suppress(LockBackendError):
-            if not self.finds_all:
-                stale = self.in_transactions([*stale])
-                transactions = self._probe(locks)
+            if self.finds_all:
+                kept = self.in_transactions(shares, shares=True)
+                return Kept(frozenset(stale), kept, transactions)
             return Kept(
-                frozenset(stale),
-                self.in_transactions(shares, shares=True),
-                transactions,
+                frozenset(self._rarely("stale", [*stale], self._expired)),
+                frozenset(self._rarely("shares", shares, self._expired_shares)),
+                self._probe(locks),
             )
         return Kept()
+
+    def _expired(self, keys: Sequence[str]) -> Mapping[str, None]:
+        return dict.fromkeys(self.in_transactions(keys))
+
+    def _expired_shares(self, ids: Sequence[int]) -> Mapping[int, None]:
+        return dict.fromkeys(self.in_transactions(ids, shares=True))
+
+    def _rarely(
+        self, kind: str, rows: Sequence[R], look: Callable[[Sequence[R]], Mapping[R, A]]
+    ) -> Mapping[R, A]:
+        """Return what the last probe has found of rows, at most a second ago.
+
+        It counts for the rows that it covered.
+        """
+        place = self.session.database, kind
+        asked_at, known = _probes.get(place, (-PROBE_EVERY, {}))
+        if rows and clock.now() >= asked_at + PROBE_EVERY:
+            _probes[place] = clock.now(), {}
+            known = {} if self._is_replica() else look(rows)
+            _probes[place] = clock.now(), known
+        return {row: known[row] for row in rows if row in known}
+
+    def _is_replica(self) -> bool:
+        """Return whether a probe would be in the way of the replication."""
+        if self.session.engine.one_writer:
+            return False
+        ((read_only,),) = self.session.rows("SELECT @@GLOBAL.read_only", {})
+        return str(read_only) not in {"0", "OFF"}
 
     def _newest(self, rows: Any) -> list[Any]:
         newest = rows.order_by("-end_time").values_list("pk", flat=True)
@@ -226,10 +258,7 @@ class Keepers:
     # The other servers.
 
     def _probe(self, rows: Any) -> Mapping[str, Holder]:
-        """Return the sessions that keep keys with waiters and no lease.
-
-        Between two probes, the last answer counts for the keys that it covered.
-        """
+        """Return the sessions that keep keys with waiters and no lease."""
         engine = self.session.engine
         if engine.one_writer or self.session.is_alone:
             return {}
@@ -239,20 +268,9 @@ class Keepers:
         keys: list[str] = self.session.unlocked(
             list, rows.values_list("pk", flat=True)[:PAGE]
         )
-        if not keys:
-            return {}
-        asked_at, known = _probes.get(self.session.database, (-PROBE_EVERY, {}))
-        if clock.now() >= asked_at + PROBE_EVERY:
-            _probes[self.session.database] = clock.now(), {}
-            known = self._keepers_of(keys)
-            _probes[self.session.database] = clock.now(), known
-        return {key: known[key] for key in keys if key in known}
+        return self._rarely("waiting", keys, self._keepers_of)
 
     def _keepers_of(self, keys: Sequence[str]) -> Mapping[str, Holder]:
-        ((read_only,),) = self.session.rows("SELECT @@GLOBAL.read_only", {})
-        if str(read_only) not in {"0", "OFF"}:
-            # A probe would be in the way of the replication.
-            return {}
         # MariaDB has no such table.
         if self._may_read_locks and not self.session.engine.compound:
             try:
