@@ -30,6 +30,12 @@ if TYPE_CHECKING:
 # Seconds for which an outermost guard restarts its transaction after conflicts.
 RETRY_FOR = 15.0
 
+# What a caller does whose transaction conflicts with others.
+ADVICE = (
+    "Retry the transaction from its start, or run it at READ COMMITTED"
+    " (OPTIONS['isolation_level'], or the server's default_transaction_isolation)"
+)
+
 
 @contextmanager
 def guarded(
@@ -102,6 +108,11 @@ def guarded(
                             )
                             point.at_commit.append(committed)
                     return
+        except DatabaseError as error:
+            # Of the caller's own statements, or of the commit.
+            if _is_lost_race(error, connection):
+                error.add_note(f"Key {key!r} guards this transaction. {ADVICE}.")
+            raise
         finally:
             # Otherwise the keeper would consider the transaction open after a lost
             # connection.
@@ -151,10 +162,7 @@ def _pin_last(
             raise
         raise LockBackendError(
             f"{hold.lock.key!r} cannot guard this transaction on database"
-            f" {database!r}, which conflicts with concurrent ones. Retry the"
-            " transaction from its start, or run it at READ COMMITTED"
-            " (OPTIONS['isolation_level'], or the server's"
-            f" default_transaction_isolation). ({error})"
+            f" {database!r}, which conflicts with concurrent ones. {ADVICE}. ({error})"
         ) from error
 
 
@@ -190,12 +198,13 @@ def _committed(hold: Holding, sent: float, ttl: float) -> None:
 
 def _is_conflict(error: LockBackendError, connection: BaseDatabaseWrapper) -> bool:
     """Return whether another session caused the error, and a retry may succeed."""
-    engine, cause = engine_of(connection), error.__cause__
-    return (
-        not engine.one_writer
-        and isinstance(cause, DatabaseError)
-        and engine.code_of(cause) in engine.lost_race
-    )
+    cause = error.__cause__
+    return isinstance(cause, DatabaseError) and _is_lost_race(cause, connection)
+
+
+def _is_lost_race(error: DatabaseError, connection: BaseDatabaseWrapper) -> bool:
+    engine = engine_of(connection)
+    return not engine.one_writer and engine.code_of(error) in engine.lost_race
 
 
 def _database_for(hold: Holding, using: str | None) -> str:

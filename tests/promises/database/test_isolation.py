@@ -67,7 +67,8 @@ def work(pipe, mine, *, times, using):
                 one()
                 written += name == "guard"
             except Exception as error:
-                errors.append(f"{name}: {type(error).__name__}: {error}")
+                notes = " ".join(getattr(error, "__notes__", []))
+                errors.append(f"{name}: {type(error).__name__}: {error} {notes}")
     return errors, written
 
 
@@ -75,7 +76,8 @@ def work(pipe, mine, *, times, using):
 # single statements of others count as conflicts.
 CONFLICT = re.compile(
     "guard: (OperationalError: could not serialize access|LockBackendError: 'stock'"
-    r" cannot guard .*Retry the transaction .*OPTIONS\['isolation_level'\])"
+    r" cannot guard ).*Retry the transaction .*OPTIONS\['isolation_level'\]",
+    re.DOTALL,
 )
 
 
@@ -85,7 +87,7 @@ def test_locks_work_at_a_higher_isolation_level(level, how, doomed):
     """No request of four processes fails because others changed a row meanwhile.
 
     If each statement on PostgreSQL runs at SERIALIZABLE, a guarded transaction may fail
-    as any other. Its error says what to do.
+    as any other. Its error names the setting.
     """
     Counter.objects.create(name="stock", value=0)
     options = json.dumps(options_of(level, how))

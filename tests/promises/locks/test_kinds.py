@@ -200,11 +200,16 @@ async def test_a_full_semaphore_names_all_of_its_holders(
     second = (await do.sync(shares.get)).holder
     names = f"{first} and {second}"
     waiting = []
+
+    def use_later():
+        with dataclasses.replace(lock, timeout=30):
+            pass
+
     for number, phrase in enumerate(
         ("", "; 1 caller is waiting", "; 2 callers are waiting")
     ):
         if number:
-            waiting.append(threads(dataclasses.replace(lock, timeout=30).acquire))
+            waiting.append(threads(use_later))
         await do.sync(until, lambda number=number: queued("api").count() == number)
         for timeout in (0, 0.1):
             with pytest.raises(LockTimeout) as full:
@@ -217,7 +222,6 @@ async def test_a_full_semaphore_names_all_of_its_holders(
     in_other_thread(other.release)
     for thread in waiting:
         thread.join(30)
-        in_other_thread(thread.results[0].release)
 
 
 @pytest.mark.front
