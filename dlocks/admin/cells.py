@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from django.contrib.admin.utils import quote
@@ -177,6 +178,23 @@ def time_html(value: Any, ago: float) -> SafeString:
         value.isoformat(),
         moment(value),
         text % shown_duration(abs(ago)),
+    )
+
+
+def sparkline(bars: Sequence[Mapping[str, Any]]) -> SafeString | str:
+    """Return the last hour of a key as a small chart. Its page says it in words."""
+    if not bars:
+        return ""
+    drawn = format_html_join(
+        "",
+        '<rect class="dlocks-all" x="{}" width="0.8" height="{}"/>'
+        '<rect class="dlocks-waited" x="{}" width="0.8" height="{}"/>',
+        ((bar["x"], bar["holds"], bar["x"], bar["waits"]) for bar in bars),
+    )
+    return format_html(
+        '<svg class="dlocks-spark" viewBox="0 0 60 100" preserveAspectRatio="none"'
+        ' aria-hidden="true"><g transform="matrix(1 0 0 -1 0 100)">{}</g></svg>',
+        drawn,
     )
 
 

@@ -12,6 +12,7 @@ from django.http import HttpRequest
 from django.utils.translation import gettext_lazy
 
 from dlocks.admin.base import AliasChangeList, Source
+from dlocks.admin.past import Past
 from dlocks.models import ClaimState, LockClaim, LockState, ResourceLock
 from dlocks.operations import LockRow
 from dlocks.sql.clock import After
@@ -192,11 +193,12 @@ class LockList(AliasChangeList):
         return True
 
     def _add_claims(self, request: HttpRequest) -> None:
-        """Add the first waiters and the first shared holds to each lock."""
+        """Add its waiters, shared holds and last hour to each lock, as far as shown."""
         admin: Any = self.model_admin
         cells = admin.cells(request)
+        bars = Past(admin, request).bars_of([lock.pk for lock in self.result_list])
         for lock in self.result_list:
-            lock.cells = cells
+            lock.cells, lock.bars = cells, bars.get(lock.pk, ())
             lock.queue, lock.held_shares = [], []
         found = {
             lock.pk: lock for lock in self.result_list if lock.waiting or lock.shares

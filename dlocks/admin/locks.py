@@ -205,9 +205,10 @@ class ResourceLockAdmin(ReadOnlyAdmin):
     def key(self, lock: LockRow) -> str:
         # The script finds the row again by this id.
         return format_html(
-            '<bdi class="dlocks-key" id="{}">{}</bdi>',
+            '<bdi class="dlocks-key" id="{}">{}</bdi>{}',
             cells.identity(lock.pk),
             printable(lock.pk),
+            cells.sparkline(lock.bars),
         )
 
     @admin.display(description=gettext_lazy("state"), ordering="state")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -49,11 +50,34 @@ class Past:
 
         For each minute, count the holds, and those that came after a wait.
         """
-        by_minute = (
-            self._ended.since(MINUTES * 60)
+        found = list(self._by_minute(self._ended))
+        holds, waits = (sum(row[name] for row in found) for name in ("holds", "waits"))
+        return {
+            "bars": _bars(found),
+            "most": max((row["holds"] for row in found), default=0),
+            "holds": holds,
+            "waits": waits,
+            "percent": round(100 * waits / holds) if holds else 0,
+            "longest": shown_duration(
+                max((row["longest"] for row in found), default=0.0)
+            ),
+        }
+
+    def bars_of(self, keys: Collection[str]) -> dict[str, list[dict[str, Any]]]:
+        """Return the same of some keys, as far as they were released."""
+        found: dict[str, list[Any]] = {}
+        if self.is_shown and keys:
+            ended = self._ended.filter(key_resource__in=keys)
+            for row in self._by_minute(ended, "key_resource"):
+                found.setdefault(row["key_resource"], []).append(row)
+        return {key: _bars(rows) for key, rows in found.items()}
+
+    def _by_minute(self, ended: Any, *also: str) -> Any:
+        return (
+            ended.since(MINUTES * 60)
             .with_times()
             .annotate(minute=Floor(F("seconds_ago") / 60.0))
-            .values("minute")
+            .values("minute", *also)
             .annotate(
                 holds=Count("pk"),
                 waits=Count("pk", filter=Q(waited__gt=0)),
@@ -61,31 +85,6 @@ class Past:
             )
             .order_by("minute")
         )
-        found = {min(MINUTES - 1, max(0, int(row["minute"]))): row for row in by_minute}
-        holds, waits = (
-            sum(row[name] for row in found.values()) for name in ("holds", "waits")
-        )
-        most = max((row["holds"] for row in found.values()), default=0)
-        bars = [
-            {
-                "x": MINUTES - 1 - minute,
-                "holds": _part(row["holds"], most, 100),
-                "waits": _part(row["waits"], most, 100),
-                "title": _("%(minute)d min ago: %(holds)d (%(waits)d had waited)")
-                % {"minute": minute, "holds": row["holds"], "waits": row["waits"]},
-            }
-            for minute, row in found.items()
-        ]
-        return {
-            "bars": bars,
-            "most": most,
-            "holds": holds,
-            "waits": waits,
-            "percent": round(100 * waits / holds) if holds else 0,
-            "longest": shown_duration(
-                max((row["longest"] for row in found.values()), default=0.0)
-            ),
-        }
 
     @cached_property
     def longest(self) -> list[dict[str, Any]]:
@@ -187,6 +186,24 @@ class Past:
             "ending": str(record.ending),
             "label": record.get_ending_display(),
         }
+
+
+def _bars(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the bars of a chart of holds per minute, from those of each minute."""
+    most = max((row["holds"] for row in rows), default=0)
+    bars = []
+    for row in rows:
+        minute = min(MINUTES - 1, max(0, int(row["minute"])))
+        bars.append(
+            {
+                "x": MINUTES - 1 - minute,
+                "holds": _part(row["holds"], most, 100),
+                "waits": _part(row["waits"], most, 100),
+                "title": _("%(minute)d min ago: %(holds)d (%(waits)d had waited)")
+                % {"minute": minute, "holds": row["holds"], "waits": row["waits"]},
+            }
+        )
+    return bars
 
 
 def _seconds(record: Any) -> float:

@@ -294,6 +294,29 @@ def test_a_part_of_the_list_is_rendered_alone(releaser):
     assert not re.search(r"\s(src|href)=\"(https?:)?//", text)
 
 
+@pytest.mark.usefixtures("with_history")
+def test_each_key_shows_its_last_hour(historian, viewer):
+    """A small chart has the releases of each minute, and those after a wait.
+
+    Only a user who may see ended holds sees it.
+    """
+    for key in ("busy", "quiet"):
+        rows.held(key)
+    for ago, waited in ((90.0, 0.0), (100.0, 2.0), (1830.0, 0.0), (4000.0, 1.0)):
+        rows.ended("busy", ago=ago, waited=waited)
+
+    def bars(client, key):
+        every = re.findall(r"<tr>.*?</tr>", page(client.get(LIST)), re.DOTALL)
+        (drawn,) = [one for one in every if f">{key}</bdi>" in one]
+        found = re.findall(r'class="dlocks-(\w+)" x="(\d+)" [^>]*height="(\d+)"', drawn)
+        return [one for one in found if one[2] != "0"]
+
+    recent = [("all", "58", "100"), ("waited", "58", "50")]
+    assert bars(historian, "busy") == [*recent, ("all", "29", "50")]
+    assert bars(historian, "quiet") == []
+    assert bars(viewer, "busy") == []
+
+
 def test_rows_cannot_be_added_changed_or_deleted(boss):
     """Not even a superuser can edit rows: every field is read-only."""
     rows.held("a")
