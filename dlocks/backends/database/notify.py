@@ -32,6 +32,8 @@ from dlocks.runtime.process import each_in_child
 # Seconds between two polls that datagrams can cause. Any user of the host can send
 # them.
 PAUSE = 0.0005
+# Datagrams that are read at a time.
+MOST_DATAGRAMS = 100
 
 
 @cache
@@ -196,10 +198,13 @@ class DatagramSocket:
         return state.st_dev, state.st_ino
 
     def read(self) -> bool:
-        """Read all datagrams, and return whether there were any."""
+        """Read the datagrams, and return whether there were any.
+
+        A flood of them must not keep the thread. The rest is read at the next time.
+        """
         received = False
         with suppress(OSError):
-            while True:
+            for _ in range(MOST_DATAGRAMS):
                 if not self.is_open:
                     break
                 os.read(self._number, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import select
 import socket
 import subprocess
@@ -163,4 +164,34 @@ def test_a_forged_datagram_gives_no_hold(in_queue, threads):
     waiting.join(30)
     (granted,) = waiting.results
     assert granted.token > hold.token
+    granted.release()
+
+
+FLOOD = """
+import contextlib, socket, sys
+with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+    while True:
+        with contextlib.suppress(OSError):
+            sender.sendto(b"x", chr(0) + sys.argv[1])
+"""
+
+
+@pytest.mark.driver
+def test_a_flood_of_datagrams_is_bounded(in_queue, threads, until):
+    """The waiter keeps its place by its heartbeats, and acquires the key in turn."""
+    claim = LockClaim.objects.all()
+    with contextlib.ExitStack() as stack:
+        with db_lock("stock:7"):
+            waiting = threads(lambda: db_lock("stock:7", timeout=60).acquire())
+            in_queue(1)
+            channel = claim.get().channel.partition("@")[0]
+            for _ in range(2):
+                sender = subprocess.Popen([sys.executable, "-c", FLOOD, channel])
+                stack.callback(sender.wait)
+                stack.callback(sender.kill)
+            for _ in range(4):
+                last = claim.get().end_time
+                until(lambda last=last: claim.get().end_time > last, 20)
+        waiting.join(20)
+    (granted,) = waiting.results
     granted.release()

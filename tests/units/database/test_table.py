@@ -155,7 +155,7 @@ class Run:
     [
         pytest.param(
             PessimisticBackend,
-            marks=pytest.mark.engine("sqlite", "postgresql", "mysql"),
+            marks=pytest.mark.engine("sqlite", "postgresql", "mariadb", "mysql"),
         ),
         pytest.param(OptimisticBackend, marks=pytest.mark.engine("postgresql")),
         pytest.param(InsertBackend, marks=pytest.mark.engine("mariadb")),
