@@ -32,6 +32,7 @@ os.environ.setdefault(
 
 # "make test-all" has fetched Python 3.14, unless that was impossible.
 os.environ["PATH"] += f":{ROOT / '.servers' / 'python3.14' / 'bin'}"
+THIS_PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
 NEWEST_DJANGO = "6.1"
 MATRIX = [
     ("3.11", "5.2", "sqlite"),
@@ -72,9 +73,12 @@ def build(session: nox.Session) -> None:
     session.run("twine", "check", "--strict", *DIST.iterdir())
 
 
-@nox.session(requires=["build"])
+@nox.session(python=sorted({THIS_PYTHON, MATRIX[-1][0]}), requires=["build"])
 def package(session: nox.Session) -> None:
-    """Use the wheel in a new project, where only its dependencies are installed."""
+    """Use the wheel in a new project, where only its dependencies are installed.
+
+    On each Python, this is the newest Django that supports it.
+    """
     session.install(*DIST.glob("*.whl"))
     shutil.rmtree(session.create_tmp())
     session.chdir(session.create_tmp())
@@ -92,7 +96,7 @@ def tests(session: nox.Session, django: str, engine: str) -> None:
     and skip the Python that runs nox, since the suite has already run with it.
     """
     others = engine == "sqlite" and "--others" in session.posargs
-    if others and session.python == f"{sys.version_info[0]}.{sys.version_info[1]}":
+    if others and session.python == THIS_PYTHON:
         session.skip("the suite has run with this Python")
     group = "test-sqlite" if engine == "sqlite" else "test"
     session.install("--editable=.", f"--group={group}", f"django=={django}.*")

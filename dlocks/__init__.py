@@ -109,9 +109,12 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    home = "dlocks.version" if name == "__version__" else _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module 'dlocks' has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(home), name)
-    return value
+# A type checker that saw the function would accept a misspelt name.
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        home = "dlocks.version" if name == "__version__" else _HOMES.get(name)
+        if home is None:
+            raise AttributeError(f"module 'dlocks' has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(home), name)
+        return value

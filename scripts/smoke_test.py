@@ -43,7 +43,9 @@ def main() -> None:
             assert "stock:7" in listing.getvalue(), listing.getvalue()
         assert not hold.held
         assert other.submit(is_free, "stock:7").result()
-    print(listing.getvalue().rstrip())
+    # An exit status other than 0 would be an exception.
+    call_command("dlocks_health")
+    print(listing.getvalue().rstrip(), django.get_version(), sep="\n")
 
 
 def is_free(key: str) -> bool:

@@ -123,6 +123,14 @@ def check() -> None:
         pass
 
 
+def check_names() -> None:
+    # A misspelt name is rejected by the type checker too.
+    with suppress(ImportError):
+        from dlocks import db_lok  # type: ignore[attr-defined]
+
+        assert not db_lok
+
+
 def check_options() -> None:
     assert_type(db_lock("a", timeout=timedelta(seconds=3), ttl=30), Lock)
     assert_type(db_lock("a", min_hold=1, max_hold=None, scope="lease"), Lock)

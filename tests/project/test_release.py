@@ -47,7 +47,11 @@ def missing(changelog, urls):
 
 
 def test_a_release_has_no_placeholder():
-    changelog, urls = (ROOT / "CHANGELOG.md").read_text(), PROJECT["urls"]
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    site = (ROOT / "mkdocs.yml").read_text()
+    repository = re.search(r"^repo_url: (.*)$", site, re.MULTILINE)[1]
+    urls = {**PROJECT["urls"], "mkdocs.yml": repository}
+    assert urls["mkdocs.yml"] == urls["Source"]
     assert missing(changelog, urls) == []
     released = changelog.replace("- Unreleased", "- 2027-01-31", 1)
     assert missing(released, {"Source": "https://example.com/OWNER"}) == ["Source"]
@@ -78,12 +82,45 @@ def test_the_versions_are_those_that_the_tests_run_with():
     assert pythons == sorted({python for python, _, _ in MATRIX}, key=version)
     assert djangos == sorted({django for _, django, _ in MATRIX}, key=version)
     for readme in ("README.md", "README.zh-CN.md"):
-        text = (ROOT / readme).read_text()
-        for found in (pythons, djangos):
-            assert re.search(rf"{found[0]} (to|至) {found[-1]}\b", text), readme
+        stated = stated_versions((ROOT / readme).read_text())
+        assert stated["Python"] == pythons, readme
+        assert stated["Django"] == djangos, readme
     workflow = yaml.safe_load((ROOT / ".github/workflows/tests.yml").read_text())
     matrix = workflow["jobs"]["versions"]["strategy"]["matrix"]["include"]
     assert [(one["python"], one["django"], one["engine"]) for one in matrix] == MATRIX
+
+
+def stated_versions(text):
+    """Return what the table of a README says about each program."""
+    rows = re.findall(r"^\| (\w+) \| ([\d., ]+) \|$", text, re.MULTILINE)
+    return {name: versions.split(", ") for name, versions in rows}
+
+
+def test_the_versions_of_databases_are_the_same_everywhere():
+    """The READMEs, the page on backends, the newest servers and those for trials agree.
+
+    The packages of a distribution's servers name no version.
+    """
+    stated = stated_versions((ROOT / "README.md").read_text())
+    assert stated == stated_versions((ROOT / "README.zh-CN.md").read_text())
+    databases = {
+        name: versions
+        for name, versions in stated.items()
+        if name not in {"Python", "Django"}
+    }
+    page = (ROOT / "docs/backends.md").read_text()
+    row = re.search(r"^\| Tested versions (.*)$", page, re.MULTILINE)[1]
+    for column, names in enumerate((["PostgreSQL"], ["MariaDB", "MySQL"], ["SQLite"])):
+        found = re.findall(r"\d+(?:\.\d+)?", row.split("|")[column + 1])
+        assert found == [one for name in names for one in databases.pop(name)], names
+    assert databases == {}
+    script = (ROOT / "scripts/fetch_server.sh").read_text()
+    fetched = re.findall(r"packages=postgresql-(\d+)", script)
+    assert fetched == stated["PostgreSQL"][-1:]
+    services = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]
+    for name in ("PostgreSQL", "MariaDB", "MySQL"):
+        image = services[name.lower()]["image"]
+        assert image.rpartition(":")[2] == stated[name][-1], name
 
 
 def version(text):

@@ -1,4 +1,4 @@
-"""The search of the documentation finds what users look for, at the first hit."""
+"""The built documentation: its search finds what users look for, at the first hit."""
 
 from __future__ import annotations
 
@@ -73,6 +73,25 @@ def site(tmp_path_factory):
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
         thread.join()
+
+
+def test_a_page_fetches_nothing_from_elsewhere(site):
+    """The theme would fetch the number of stars of the repository."""
+    with chromium.Browser(site) as browser:
+        page = browser.page()
+        page.goto("/how-to/async/")
+        page.wait_for_load_state("networkidle")
+        assert page.locator(".md-header a.md-source").count() == 1
+        assert (
+            page.locator("a[rel=edit]")
+            .get_attribute("href")
+            .endswith("/edit/main/docs/how-to/async.md")
+        )
+        fetched = page.evaluate(
+            "performance.getEntriesByType('resource').map(_ => _.name)"
+        )
+    assert len(fetched) > 2
+    assert [address for address in fetched if not address.startswith(site)] == []
 
 
 def test_the_first_hit_is_the_page_that_explains_it(site):

@@ -550,6 +550,7 @@ async def test_a_class_based_view_is_locked_as_a_whole(is_busy):
 
 async def test_the_typed_examples_run():
     await sync_to_async(typed_usage.check)()
+    typed_usage.check_names()
     typed_usage.check_options()
     await sync_to_async(typed_usage.check_tries)()
     await sync_to_async(typed_usage.check_callers)()
