@@ -319,6 +319,9 @@ def test_the_dashboard_and_the_alerts_use_existing_metrics():
     board = json.loads((CONTRIB / "grafana" / "dlocks.json").read_text())
     alerts = yaml.safe_load((CONTRIB / "prometheus" / "alerts.yml").read_text())
     rules = alerts["groups"][0]["rules"]
+    (pasted,) = yaml.safe_load(*pages.blocks("how-to/metrics", "yaml"))
+    (rule,) = (rule for rule in rules if rule["alert"] == pasted["alert"])
+    assert pasted.items() <= rule.items()
     targets = [one for panel in board["panels"] for one in panel["targets"]]
     expressions = [target["expr"] for target in targets]
     expressions += [rule["expr"] for rule in rules]
