@@ -112,6 +112,10 @@ class Engine:
     # A prepared statement is gone, its name is in use, or its table has changed.
     unprepared: frozenset[object] = frozenset()
     read_only_settings: str = ""
+    # What to do if the user has no right.
+    denied_advice: str = (
+        "Grant the rights that the documentation lists (Deploy with locks)."
+    )
     # Whether a statement can limit how long it waits for a row.
     limits_waits: bool = False
     # The end of a SELECT that waits for a row in the engine's own queue.
@@ -472,6 +476,7 @@ ENGINES: dict[str, Engine] = {
         tell_first=f" RETURNING ({FIRST_CHANNEL})",
         locked=frozenset({"locked"}),
         denied=frozenset({"readonly"}),
+        denied_advice="The process must be able to write the file and its directory.",
         one_writer=True,
     ),
 }

@@ -41,6 +41,8 @@ def failure_of(
     elif engine is not None and engine.code_of(error) in engine.read_only:
         settings = engine.read_only_settings
         what = f"{what.rstrip()}. The session cannot write: {settings}."
+    elif engine is not None and engine.code_of(error) in engine.denied:
+        what = f"{what.rstrip()}. {engine.denied_advice}"
     failure = LockBackendError(what)
     failure.changed_nothing = not was_sent or is_refused(error, engine)
     return failure

@@ -117,6 +117,17 @@ def test_a_read_only_server_is_reported_with_its_setting(doomed):
         assert f" {SETTING} is on" in error
 
 
+@pytest.mark.engine("sqlite")
+def test_a_read_only_file_is_reported_with_advice():
+    run = connection.cursor().execute
+    run("PRAGMA query_only = ON")
+    try:
+        with pytest.raises(LockBackendError, match="must be able to write the file"):
+            db_lock("stock:7").acquire()
+    finally:
+        run("PRAGMA query_only = OFF")
+
+
 @pytest.mark.engine("postgresql")
 def test_the_isolation_level_of_the_server_is_checked():
     """``manage.py check --database`` reads ``default_transaction_isolation``.
