@@ -86,12 +86,13 @@ def db_lock(key: Any, *more: str, using: str = DEFAULT_ALIAS, **options: Any) ->
         comes from the settings (10).
     ``ttl``
         How long the lease outlives its last renewal. The default comes from the
-        settings (30).
+        settings (30). For a node that died, this is ShedLock's ``lockAtMostFor``.
     ``max_hold``
-        How long the lease is renewed at most.
+        How long the lease is renewed at most (``lockAtMostFor`` for a live node).
     ``min_hold``
         How long the key stays taken after this acquisition, even if the work ends
-        sooner. If one caller acquires it several times, the longest rest counts.
+        sooner (``lockAtLeastFor``). If one caller acquires it several times, the
+        longest rest counts.
     ``reentrant``
         Whether the same thread or task may enter again. Otherwise the key is busy for
         it too, and LockTimeout is raised at once, since the wait would not end.

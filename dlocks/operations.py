@@ -241,8 +241,8 @@ def clear(
         why = _("acquired by another holder in the meantime")
     elif stale_only and backend.observations is not None:
         why = _(
-            "expired by the database's clock, but not yet by observation: force its"
-            " release, with a reason"
+            "expired by the database's clock, but not observed for long enough: force"
+            " its release, with a reason"
         )
     act = partial(backend.clear, key, version, stale_only=stale_only)
     return _change(backend, read, act, why)

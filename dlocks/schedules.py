@@ -117,14 +117,14 @@ def run_once(
     of the LockTimeout and the job's arguments. Its result is that of the call.
 
     ``min_hold`` is the time after a run's start in which no other run starts, in
-    seconds or as a ``timedelta``. This holds even if the run finishes early, fails or
-    dies. It must exceed the difference between the nodes' clocks, and be less than the
-    time between two runs.
+    seconds or as a ``timedelta`` (ShedLock's ``lockAtLeastFor``). This holds even if
+    the run finishes early, fails or dies. It must exceed the difference between the
+    nodes' clocks, and be less than the time between two runs.
 
-    A run that takes longer than ``max_hold`` no longer blocks the next one, and
-    ends with LockLost. The job can extend it by ``current_hold().renew(max_hold=…)``.
-    Without ``max_hold`` it blocks the next one for as long as its process lives. The
-    other options are those of ``db_lock()``.
+    A run that takes longer than ``max_hold`` (ShedLock's ``lockAtMostFor``) no longer
+    blocks the next one, and ends with LockLost. The job can extend it by
+    ``current_hold().renew(max_hold=…)``. Without ``max_hold`` it blocks the next one
+    for as long as its process lives. The other options are those of ``db_lock()``.
     """
     policy: dict[str, Any] = {**options}
     refuse_unknown(

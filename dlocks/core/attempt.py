@@ -40,7 +40,10 @@ T = TypeVar("T")
 
 logger = logging.getLogger("dlocks")
 
-CANNOT_CANCEL = "The claim on %r could not be cancelled, and expires by itself: %s"
+CANNOT_CANCEL = (
+    "The request for %r could not be cancelled. The key is free again after its ttl at"
+    " the latest: %s"
+)
 # What an error says if a reply was lost and the cancellation failed too.
 NOTE = "If the key was acquired all the same, it is free again when its ttl has passed."
 

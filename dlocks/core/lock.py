@@ -66,7 +66,8 @@ class Lock(LockPolicy):
         """Return the lock on several keys. A duplicate key counts once."""
         for key in keys:
             check_key(key)
-        # Strings sort like their UTF-8, also behind a common prefix.
+        # Strings sort by code points, and so do their bytes in UTF-8, also behind a
+        # common prefix. So the order is the same on every database.
         ordered = sorted(set(keys))
         locks = tuple(cls(key=key, **options) for key in ordered)
         # As the locks have them, with durations in seconds.
@@ -90,10 +91,10 @@ class Lock(LockPolicy):
         return tuple(lock.key for lock in self.locks)
 
     def acquire(self, *args: Never, **options: Never) -> Hold:
-        """Wait for the key up to ``timeout``, and return the hold.
+        """Wait for the key for at most ``timeout``, and return the hold.
 
-        Raise LockTimeout when the key is still not free. There are no arguments: the
-        lock has the options.
+        Raise LockTimeout if the key is not free by then. There are no arguments,
+        because the options belong to the lock.
         """
         if args or options:
             refuse_arguments("acquire", "try_acquire")

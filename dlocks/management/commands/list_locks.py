@@ -242,7 +242,6 @@ def _width(text: str) -> int:
 def _lock_fields(lock: LockRow, prefix: str) -> dict[str, Any]:
     return {
         "key": lock.pk.removeprefix(prefix),
-        "status": lock.status,
         **_who_fields(lock, known=in_row(lock)),
         **_hold_fields(lock, known=is_exclusive(lock)),
         "waiting": lock.waiting,

@@ -90,7 +90,7 @@ def test_json_has_stable_names():
     assert lock.pop("seconds_held") > 0
     assert lock.pop("seconds_left") > 0
     assert lock == {
-        "key": "a\nb", "state": "held", "status": "P", "hold_count": 1,
+        "key": "a\nb", "state": "held", "hold_count": 1,
         "holder": "web-1:4711:MainThread", "owner_ip": "192.0.2.7", "sharing": 0,
         "begin_time": "2020-01-02T02:04:05+00:00", "token": 1000, "waiting": 0,
         "end_time": "2190-01-02T03:04:05+00:00",

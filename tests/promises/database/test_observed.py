@@ -210,7 +210,7 @@ def test_commands_end_no_observed_lease_by_the_clock():
             ran_out()
             call_command("reap_locks", using="watching")
             for flags, message in (
-                ([], "expired by the database's clock, but not yet by observation"),
+                ([], "by the database's clock, but not observed for long enough"),
                 (["--stale-only"], "stock:7"),
             ):
                 with pytest.raises(CommandError, match=message):
