@@ -1,4 +1,4 @@
-"""Keys built from user input."""
+"""Keys built from user input, and those of leaders."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ LENGTH = 200
 NAMESPACE_LENGTH = 100
 # Maximum bytes of one part.
 PART_LENGTH = 1024
+# The start of the key of an election, whose leader holds it for as long as it lives.
+LEADER_PREFIX = "leader:"
 
 
 def user_key(namespace: str, *parts: str | int | UUID) -> str:

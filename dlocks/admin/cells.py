@@ -16,6 +16,7 @@ from django.utils.translation import gettext as _
 
 from dlocks.admin.changes import Target
 from dlocks.core.lease import slow_after
+from dlocks.keys import LEADER_PREFIX
 from dlocks.models import ClaimState, LockState
 from dlocks.operations import (
     LockRow,
@@ -128,11 +129,13 @@ class Cells:
     def is_long(self, held: LockRow) -> bool:
         """Return whether a key is held for so long that its release may be missing.
 
-        A row does not have the ttl of its lease, but it cannot be shorter than the
-        time that is left.
+        A leader holds its key for as long as it lives. A row does not have the ttl of
+        its lease, but it cannot be shorter than the time that is left.
         """
         backend = self.source.rows
         if backend is None or held.state != LockState.HELD or held.seconds_left <= 0:
+            return False
+        if held.key_resource.startswith(f"{backend.prefix}{LEADER_PREFIX}"):
             return False
         ttl = max(backend.ttl, TTLS_PER_REST * held.seconds_left)
         return bool(held.seconds_held > slow_after(backend, ttl))

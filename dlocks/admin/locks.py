@@ -417,10 +417,13 @@ class ResourceLockAdmin(ReadOnlyAdmin):
         """Return the page that asks for the reason of a forced release."""
         present = changes.rows_of(Source.of(request).database, targets)
         row = self.cells(request).row
+        title = _("Force release")
+        if len(targets) == 1:
+            title = f"{title}: {printable(targets[0].key)}"
         return self._page(
             request,
             "force_release_confirmation",
-            title=_("Force release"),
+            title=title,
             back=back,
             left_out=left_out,
             any_held=any(

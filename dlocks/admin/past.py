@@ -133,12 +133,17 @@ class Past:
                 ended = max(ended, following[0][0])
             lanes[lane : lane + 1] = [ended]
             width = max(3.0, (began - ended) / span * WIDTH)
+            # The present hold is as long as its key is old, and half as high.
+            height = LANE - 4.0
+            top = lane * LANE + 2.0
+            if record["ending"] == "now":
+                top, height = top + height / 4, height / 2
             bars.append(
                 {
                     "x": _unit(min(WIDTH - width, (1 - began / span) * WIDTH)),
-                    "y": _unit(lane * LANE + 2),
+                    "y": _unit(top),
                     "width": _unit(width),
-                    "height": _unit(LANE - 4),
+                    "height": _unit(height),
                     "ending": record["ending"],
                     "title": f"{record['holder']}, {record['held']}, {record['label']}",
                 }

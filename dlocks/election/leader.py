@@ -35,6 +35,7 @@ from dlocks.core.lock import Lock
 from dlocks.core.policy import FROM_SETTINGS, check_key
 from dlocks.election.failures import Failures
 from dlocks.exceptions import LockBackendError, LockError, LockShutDown
+from dlocks.keys import LEADER_PREFIX
 from dlocks.runtime import clock
 from dlocks.runtime.coroutines import run_in_sync_thread, waiting_for_a_lock
 from dlocks.runtime.delays import LONGEST_DELAY, delays
@@ -142,7 +143,7 @@ class LeaderElection:
         self._lock = Lock(
             # The name itself is left to the application: a leader may acquire a lock of
             # that name.
-            key=f"leader:{name}",
+            key=f"{LEADER_PREFIX}{name}",
             using=using,
             timeout=None,
             ttl=FROM_SETTINGS if ttl is None else in_seconds(ttl),

@@ -222,7 +222,10 @@ def test_a_failing_database_is_reported_by_the_admin(clearer, settings):
 
 
 def test_a_forced_release_needs_a_confirmation(releaser):
-    """The confirmation page lists locks, holders and effects, and changes none."""
+    """The confirmation page lists locks, holders and effects, and changes none.
+
+    With one lock, its title names the key.
+    """
     rows.held("a", begin_time=rows.PAST)
     rows.stale("b", holder="worker:<b>:t")
     rows.free("c")
@@ -234,6 +237,9 @@ def test_a_forced_release_needs_a_confirmation(releaser):
     ):  # fmt: skip
         assert shown in text
     assert fields(text)["force_release"] == ["lock 1000 a", "lock 1000 b"]
+    one = act(releaser, FORCE, "b")
+    assert one.count("Force release: b") == 3  # title, breadcrumb, heading
+    assert "Force release:" not in text
     assert [rows.now(key).version for key in "abc"] == [1000, 1000, 1000]
     assert not log()
 

@@ -434,10 +434,13 @@ def test_the_list_reads_the_database_of_the_locks(settings, monkeypatch):
 def test_a_hold_of_ten_of_its_ttls_is_in_amber(viewer, settings):
     """Its release may be missing. A row says only how much is left of the ttl.
 
-    The option ``slow_hold`` sets another limit.
+    The option ``slow_hold`` sets another limit. A leader leads for as long as it lives.
     """
     now = datetime.now(UTC)
-    for key, age, left in (("slow", 451, 29.9), ("own ttl", 451, 500), ("new", 9, 29)):
+    for key, age, left in (
+        ("slow", 451, 29.9), ("own ttl", 451, 500), ("new", 9, 29),
+        ("leader:scheduler", 9999, 29),
+    ):  # fmt: skip
         since, until = now - timedelta(seconds=age), now + timedelta(seconds=left)
         rows.write(key, rows.P, until, begin_time=since)
     rows.stale("stale", begin_time=now - timedelta(days=1))
