@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 import time
 
 import pytest
-from django.db import transaction
+from django.db import connection, transaction
+from django.test.utils import CaptureQueriesContext
 
 from dlocks import LockTimeout, db_lock, db_rwlock
 from dlocks.backends.base import TableLockedError
@@ -123,3 +125,23 @@ def test_a_key_is_busy_while_the_database_cannot_even_be_read(monkeypatch):
     monkeypatch.setattr(backend, "take", busy)
     monkeypatch.setattr(backend.session, "rows", unreadable)
     assert backend.acquire(Claim(key="stock:7", ttl=30.0)) is None
+
+
+@pytest.mark.engine("postgresql", "mariadb", "mysql")
+@for_each("using", ["default", "optimistic"])
+def test_a_lost_race_for_a_new_key_locks_no_row(using, monkeypatch, in_other_thread):
+    """Many callers lose it at the start of a crowd, and would wait for each other."""
+    lock, store = db_lock("stock:7", using=using), backends[using].store
+    create, winners, first = store.create, [], iter([True])
+
+    def create_later(*args, **options):
+        if next(first, False):
+            winners.append(in_other_thread(lock.acquire))
+        return create(*args, **options)
+
+    with monkeypatch.context() as patch, CaptureQueriesContext(connection) as queries:
+        patch.setattr(store, "create", create_later)
+        assert lock.try_acquire() is None
+    sent = [one["sql"] for one in queries]
+    assert [sql for sql in sent if re.match("SELECT .* FOR UPDATE", sql)] == []
+    in_other_thread(winners[0].release)
