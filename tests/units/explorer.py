@@ -229,6 +229,21 @@ def first_in_block(**end: Any) -> Caller:
     return steps
 
 
+def undone() -> Caller:
+    """Begin a block of the first caller, which an interrupt ends before its work."""
+
+    def steps(w: World) -> Steps:
+        new = Entry("A")
+        entry = w.saw("A", w.life.begin_block(new))
+        yield
+        if entry is new:
+            yield from perform(w, "A", w.life.leave(new, failed=True, verified=True))
+        elif entry is not None:
+            w.life.undo_block(entry)
+
+    return steps
+
+
 def releaser(name: str = "R") -> Caller:
     """Release the hold in a thread that has not entered it."""
 
@@ -271,6 +286,7 @@ def guard(name: str = "G", *, rollback: bool = False) -> Caller:
             if w.owner != "hold":
                 w.problems.append("the key was taken under a guard")
             w.guard, mine.stands = None, False
+            yield
             w.life.unpin()
         if not rollback:
             yield

@@ -24,6 +24,7 @@ from tests.units.explorer import (
     orphaner,
     releaser,
     settler,
+    undone,
     user,
 )
 
@@ -44,7 +45,9 @@ SCENARIOS = {
     ),
     "orphans": (abandoner(), user("U"), loser(), releaser()),
     "a block of a running caller": (orphaner("A"), block(), first(), loser()),
+    "a block that did not begin": (undone(), first(), block(), loser()),
     "a loss": (loser(), block(), first(), orphaner("A")),
+    "two losses": (loser(), loser(), block(), first()),
     "a loss without a takeover": (loser(taken_over=False), block(), first()),
     "a clear": (clearer, block(), first()),
     "a clear and a guard": (clearer, block(), guard(), first()),
@@ -68,6 +71,12 @@ SCENARIOS = {
         settler,
         block(),
     ),
+    "a timer after a leave in a transaction": (
+        first(transaction=True, rollback=True),
+        user(),
+        orphaner("A"),
+        settler,
+    ),
     "orphans of a transaction": (
         block(transaction=True),
         orphaner("A"),
@@ -89,6 +98,9 @@ SCENARIOS = {
         block(),
         loser(),
     ),
+    "a detach and a release": (detacher(), releaser(), orphaner("A"), user()),
+    "a detach and a clear": (detacher(fails=True), clearer, detacher(), user()),
+    "a detach after a guard": (detacher(), guard(), settler, first()),
     "a detach in a transaction": (
         detacher(),
         block(transaction=True),
