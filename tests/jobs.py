@@ -727,6 +727,18 @@ def share_under_guard(pipe, key, *, level="READ COMMITTED", **policy):
     return "ended"
 
 
+def keep_share(pipe, key, **policy):
+    """Guard a transaction with a read lock, and keep it after the commit."""
+    with db_rwlock(key, **policy).read() as hold:
+        with hold.atomic():
+            pipe.say(hold.token)
+            pipe.hear()
+        pipe.say("committed")
+        pipe.hear()
+        hold.check()
+    return "ended"
+
+
 def use_keys(pipe, *keys, timeout):
     """Write, read and queue for each key. Return the seconds of each step."""
     took = {}

@@ -373,14 +373,19 @@ class Store:
         }
 
     def _without_kept(self, key: Key) -> Key:
-        """Return a locked key in which no share has ended that a transaction keeps."""
+        """Return a locked key in which no share has ended that a transaction keeps.
+
+        Such a transaction renews the share without the lock on the key. It may have
+        committed since the claims were read.
+        """
         ended = [one for one in key.state.shares if one.expires_in(key.at) <= 0]
         if not ended:
             return key
-        ids = {one.owner: one.pk for one in key.claims}
-        rows = self.claims.filter(pk__in=[ids[one.claim.owner] for one in ended])
-        free = {*rows.select_for_update(skip_locked=True).values_list("pk", flat=True)}
-        kept = [one for one in ended if ids[one.claim.owner] not in free]
+        read = {one.owner: one for one in key.claims}
+        rows = self.claims.filter(pk__in=[read[one.claim.owner].pk for one in ended])
+        free = rows.select_for_update(skip_locked=True).values_list("owner", "end_time")
+        unchanged = {owner for owner, end in free if end == read[owner].end_time}
+        kept = [one for one in ended if one.claim.owner not in unchanged]
         for one in kept:
             key.state = key.state.with_hold(one, replace(one, end=key.at.now + MOMENT))
         return key

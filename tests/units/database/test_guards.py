@@ -120,3 +120,28 @@ def test_two_guards_of_one_shared_hold_wait_with_a_limit(monkeypatch, threads):
     timer.join()
     thread.join(30)
     hold.release()
+
+
+@EVERY_SERVER
+def test_a_share_that_a_guard_renews_within_a_step_is_not_ended(workers, monkeypatch):
+    """A writer has read that the share has ended. Then its transaction commits."""
+    (holder,) = workers(1)
+    holder.start(jobs.keep_share, "stock", ttl=1.5)
+    token = holder.hear()
+    store, claims = backends["default"].store, LockClaim.objects.by_clock()
+    while claims.get(version=token).seconds_left > -2 * store.grace:
+        time.sleep(0.05)
+    usual, commits = store._without_kept, iter([True])
+
+    def commit_first(key):
+        if next(commits, False):
+            holder.tell()
+            assert holder.hear() == "committed"
+        return usual(key)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "_without_kept", commit_first)
+        assert db_lock("stock").try_acquire() is None
+    assert next(commits, None) is None
+    holder.tell()
+    assert holder.hear() == "ended"
