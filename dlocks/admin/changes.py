@@ -67,7 +67,7 @@ UNCHANGED: Any = ngettext_lazy(
     "%(count)d locks were left unchanged (%(reason)s): %(keys)s",
     "count",
 )
-# The entry in Django's log for what was done, and to what.
+# The messages of Django's log, by act and by kind of target.
 LOGGED: dict[tuple[audit.What, Kind], Any] = {
     ("clear", "lock"): gettext_lazy("Cleared the stale lock held by %(holder)s."),
     ("clear", "share"): gettext_lazy(
@@ -282,7 +282,7 @@ def _end_one(
 ) -> tuple[audit.What, LockRow]:
     """End a target that has not changed, or raise NotCleared.
 
-    Return what was done, and the row before it.
+    Return the act, as the audit log names it, and the row as it was before.
     """
     if target.kind == "claim":
         return "take_out", take_out(backend, target.key, target.number)

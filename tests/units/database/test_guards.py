@@ -123,14 +123,15 @@ def test_two_guards_of_one_shared_hold_wait_with_a_limit(monkeypatch, threads):
 
 
 @EVERY_SERVER
-def test_a_share_that_a_guard_renews_within_a_step_is_not_ended(workers, monkeypatch):
+def test_a_share_that_a_guard_renews_within_a_step_is_not_ended(
+    workers, until, monkeypatch
+):
     """A writer has read that the share has ended. Then its transaction commits."""
     (holder,) = workers(1)
     holder.start(jobs.keep_share, "stock", ttl=1.5)
     token = holder.hear()
     store, claims = backends["default"].store, LockClaim.objects.by_clock()
-    while claims.get(version=token).seconds_left > -2 * store.grace:
-        time.sleep(0.05)
+    until(lambda: claims.get(version=token).seconds_left < -2 * store.grace, 20)
     usual, commits = store._without_kept, iter([True])
 
     def commit_first(key):
