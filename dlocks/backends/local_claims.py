@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,7 +13,12 @@ from typing import Generic, TypeVar
 from dlocks.backends.base import Backend
 from dlocks.backends.notifiers import RecentKeys
 from dlocks.runtime import clock
-from dlocks.runtime.threads import BackgroundThread, PythonIsExitingError
+from dlocks.runtime.threads import (
+    BackgroundThread,
+    Flag,
+    PythonIsExitingError,
+    new_mutex,
+)
 from dlocks.values import UNLIMITED, Claim, Holder
 
 
@@ -64,10 +68,9 @@ class LocalClaims(Generic[E]):
     """
 
     def __init__(self, thread: str, maintain: Callable[[], None]) -> None:
-        # It is never held during a request. Code enters this mutex instead of the
-        # condition: it is implemented in C, so a signal cannot leave it locked.
-        self.mutex = threading.Lock()
-        self.changed = threading.Condition(self.mutex)
+        self.mutex = new_mutex()
+        # Wakes the maintenance thread.
+        self.wakeup = Flag()
         # By owner, and those released whose key stays taken until ``ends_at``.
         self.entries: dict[str, E] = {}
         self.kept: set[E] = set()
@@ -106,7 +109,7 @@ class LocalClaims(Generic[E]):
         """Ensure that the maintenance thread runs, and checks its work when due."""
         with suppress(PythonIsExitingError):
             if not self.maintainer.start() and due < self.maintains_at:
-                self.changed.notify()
+                self.wakeup.set()
 
 
 def refusal_of(backend: Backend, claim: Claim) -> str | None:

@@ -6,7 +6,6 @@ They follow the rules of ``dlocks.backends.table``, as the database backends do.
 from __future__ import annotations
 
 import itertools
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +17,7 @@ from dlocks.backends.base import Backend, Inspector
 from dlocks.backends.notifiers import Notifier
 from dlocks.backends.table import KeyState, Moment
 from dlocks.runtime import clock
-from dlocks.runtime.threads import Flag
+from dlocks.runtime.threads import Flag, new_mutex
 from dlocks.values import Claim, Grant, Holder, Ticket, Waiter
 
 T = TypeVar("T")
@@ -42,7 +41,7 @@ class MemoryBackend(Backend):
         self.time: Callable[[], float] = clock.now
         self.inspector = MemoryInspector(self)
         self._states: dict[str, KeyState] = {}
-        self._mutex = threading.Lock()
+        self._mutex = new_mutex()
         self._positions = itertools.count(1)
         self._changed = Flag()
 

@@ -27,6 +27,7 @@ from dlocks.runtime.greenlets import is_alive
 from dlocks.runtime.keeper import keeper
 from dlocks.runtime.process import in_child
 from dlocks.runtime.requests import refuse_nested, request
+from dlocks.runtime.threads import new_mutex
 from dlocks.transactions import TransactionMarker
 from dlocks.values import HeldKey
 
@@ -101,7 +102,7 @@ class OfCaller:
 
 
 # The one mutex of this module. It is a leaf, and a signal handler may acquire a lock.
-_mutex = threading.RLock()
+_mutex = new_mutex()
 _by_caller: dict[Any, OfCaller] = {}
 _clean_at = CALLERS_PER_CLEANUP
 
@@ -110,7 +111,7 @@ def reset() -> None:
     """Forget all callers, in a forked child or between two tests."""
     global _mutex
     # A thread of the parent may have held it, and the mutexes of the holds.
-    _mutex = threading.RLock()
+    _mutex = new_mutex()
     for own in list(_by_caller.values()):
         for entry in _entries_of(own):
             entry.hold.life.replace_mutex()

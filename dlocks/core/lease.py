@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 from collections.abc import Callable
 
 from dlocks.backends.base import Backend
@@ -12,6 +11,7 @@ from dlocks.runtime import clock
 from dlocks.runtime.clock import FOREVER
 from dlocks.runtime.keeper import keeper
 from dlocks.runtime.process import in_child
+from dlocks.runtime.threads import new_mutex
 from dlocks.values import Claim, Grant
 
 # Seconds after which a short lease from the queue is first renewed.
@@ -26,13 +26,13 @@ NOT_LOST_FOR = 1.0
 # The ttls after which a hold that was not released is reported, without ``slow_hold``.
 SLOW_TTLS = 10
 
-_mutex = threading.RLock()
+_mutex = new_mutex()
 
 
 def _reset() -> None:
     global _mutex
     # A thread of the parent may have held it.
-    _mutex = threading.RLock()
+    _mutex = new_mutex()
 
 
 in_child(_reset)

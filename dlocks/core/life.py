@@ -13,9 +13,10 @@ docs/architecture.md has every state and every event.
 from __future__ import annotations
 
 import enum
-import threading
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple, Protocol
+
+from dlocks.runtime.threads import new_mutex
 
 
 class Phase(enum.Enum):
@@ -131,13 +132,13 @@ class Life:
     """
 
     def __init__(self, entry: Entry, *, block: bool = False) -> None:
-        self._mutex = threading.RLock()
+        self._mutex = new_mutex()
         # Only ``_apply()`` writes it. Reading it is atomic.
         self.state = State(Phase.HELD, (entry,), (entry,) if block else ())
 
     def replace_mutex(self) -> None:
         """Make a new mutex in a forked child. A thread of the parent may have it."""
-        self._mutex = threading.RLock()
+        self._mutex = new_mutex()
 
     @property
     def is_kept(self) -> bool:

@@ -41,7 +41,7 @@ from dlocks.runtime.coroutines import run_in_sync_thread, waiting_for_a_lock
 from dlocks.runtime.delays import LONGEST_DELAY, delays
 from dlocks.runtime.greenlets import is_alive
 from dlocks.runtime.keeper import keeper
-from dlocks.runtime.threads import Flag, Latch
+from dlocks.runtime.threads import Flag, Latch, new_mutex
 from dlocks.runtime.waits import waits
 from dlocks.values import Duration, Holder, Waiter, check_count, in_seconds, seconds
 
@@ -151,7 +151,7 @@ class LeaderElection:
             release_at="exit",
             on_lost=self._wake,
         )
-        self._mutex = threading.Lock()
+        self._mutex = new_mutex()
         self._ended = Latch()
         # One flag for each thread in ``wait()``.
         self._waiting: list[Flag] = []
@@ -245,11 +245,11 @@ class LeaderElection:
     def stop(self, timeout: Duration | None = None) -> bool:
         """Stop the election, release the lead, and wait until that is done.
 
-        Wait for ``timeout`` at most, and return whether it is done.
+        Wait for ``timeout`` at most, and return whether it is done. A signal handler
+        passes 0, because the election may need what the interrupted thread has.
 
-        A call from within the election itself, for example from a signal handler during
-        ``run()``, returns without waiting. The election then ends as soon as
-        ``on_elected`` has returned.
+        A call from within the election itself returns without waiting. The election
+        then ends as soon as ``on_elected`` has returned.
         """
         limit = None if timeout is None else seconds("timeout", timeout)
         self._is_stopped = True

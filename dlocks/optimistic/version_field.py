@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 import time
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -14,11 +13,12 @@ from django.db import models
 from django.db.models.query_utils import DeferredAttribute
 
 from dlocks.runtime.process import in_child
+from dlocks.runtime.threads import new_mutex
 
 # The last version that this process has read from its clock.
 _last = 0
 # A leaf. A signal handler may write rows.
-_mutex = threading.RLock()
+_mutex = new_mutex()
 
 # The most by which a version exceeds that of a row whose clock was ahead of ours.
 STEPS = 2**16
@@ -46,7 +46,7 @@ def step() -> int:
 def _reset() -> None:
     global _mutex
     # Another thread of the parent may have held it.
-    _mutex = threading.RLock()
+    _mutex = new_mutex()
 
 
 in_child(_reset)

@@ -21,6 +21,7 @@ from django.db import connections
 from dlocks.runtime import clock
 from dlocks.runtime.pools import use_private_connections
 from dlocks.runtime.process import in_child
+from dlocks.runtime.threads import new_mutex
 from dlocks.transactions import open_connections
 
 T = TypeVar("T")
@@ -181,7 +182,7 @@ class Undoable:
     ) -> None:
         self._undo, self._undo_later = undo, undo_later
         # A finalizer may close the coroutine within a section of its own thread.
-        self._mutex = threading.RLock()
+        self._mutex = new_mutex()
         self._is_made = self._is_closed = False
 
     async def make(

@@ -14,6 +14,7 @@ from django.db import connections
 from dlocks.runtime import clock
 from dlocks.runtime.clock import FOREVER
 from dlocks.runtime.requests import request
+from dlocks.runtime.threads import Mutex
 from dlocks.runtime.workers import IDLE_CLOSE_AFTER, ServerWorker
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ class Workers:
 
     def __init__(
         self,
-        mutex: threading.RLock,
+        mutex: Mutex,
         *,
         holds: Callable[[], list[WatchedHold]],
         check_soon: Callable[[], None],

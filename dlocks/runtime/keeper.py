@@ -31,6 +31,7 @@ from dlocks.runtime.threads import (
     Flag,
     Latch,
     PythonIsExitingError,
+    new_mutex,
     this_thread,
 )
 from dlocks.runtime.waits import waits
@@ -84,7 +85,7 @@ class Keeper:
         atexit.register(self.exit)
 
     def _reset(self) -> None:
-        self._mutex = threading.RLock()
+        self._mutex = new_mutex()
         # Wakes the thread. Unlike a condition, it also counts before the sleep. A
         # finalizer in that thread may set it.
         self._wakeup = Flag()

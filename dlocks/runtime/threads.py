@@ -1,4 +1,9 @@
-"""Background threads, and how they are woken."""
+"""Background threads, the mutexes of what they share, and how they are woken.
+
+Whatever a signal handler or a finalizer may interrupt is implemented in C here. A
+condition or an event of ``threading`` stays locked if a handler raises in the middle of
+one of its methods, and then blocks all threads that use it.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +24,21 @@ class PythonIsExitingError(RuntimeError):
 
 # Facts about the current thread.
 this_thread = threading.local()
+
+
+# The type of what new_mutex() returns.
+Mutex = threading.RLock
+
+
+def new_mutex() -> Mutex:
+    """Return a mutex that is held for a few statements and is a leaf.
+
+    Nobody sends a request, calls user code or waits for another mutex while it is held.
+    It is reentrant, because a signal handler or a finalizer may strike inside a section
+    of its own thread. Its owner replaces it in a forked child, where a thread of the
+    parent may have held it.
+    """
+    return Mutex()
 
 
 class BackgroundThread:
@@ -70,11 +90,7 @@ class BackgroundThread:
 
 
 class Flag:
-    """A flag for which one thread waits. Waiting also clears it.
-
-    It is written in C. A ``threading.Event`` stays locked if a signal handler raises in
-    the middle of one of its methods, and then blocks all threads that use it.
-    """
+    """A flag for which one thread waits. Waiting also clears it."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[None] = SimpleQueue()
@@ -107,10 +123,7 @@ class Flag:
 
 
 class Latch:
-    """An event that happens once, and for which any number of threads wait.
-
-    Like ``Flag``, it is no ``threading.Event``, so an interrupt never blocks others.
-    """
+    """An event that happens once, and for which any number of threads wait."""
 
     def __init__(self) -> None:
         self._is_set = False

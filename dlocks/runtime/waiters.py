@@ -6,7 +6,6 @@ import logging
 import math
 import secrets
 import sys
-import threading
 import time
 from contextlib import suppress
 from typing import cast
@@ -26,7 +25,7 @@ from dlocks.runtime.keeper import OUTSIDE_TIMEOUT
 from dlocks.runtime.pools import use_private_connections
 from dlocks.runtime.process import each_in_child
 from dlocks.runtime.requests import request
-from dlocks.runtime.threads import BackgroundThread
+from dlocks.runtime.threads import BackgroundThread, Flag, Latch, new_mutex
 from dlocks.runtime.waiter import Waiter, foremost
 from dlocks.runtime.workers import IDLE_CLOSE_AFTER
 from dlocks.values import Grant, Ticket
@@ -55,17 +54,14 @@ class Waiters:
         _all_waiters.add(self)
 
     def _reset(self) -> None:
-        # Entered in place of the condition. It is written in C, so a signal in the
-        # middle leaves nothing locked.
-        self._mutex = threading.RLock()
-        self._changed = threading.Condition(self._mutex)
+        self._mutex = new_mutex()
+        # Wakes the thread where nothing is notified.
+        self._wakeup = Flag()
         # The waiters by the owner of their claim.
         self._waiters: dict[str, Waiter] = {}
         self._thread = BackgroundThread("dlocks-waiting", self._serve)
-        # Whether the backend has been asked for a notifier, and a lock that is held
-        # until then. An Event would stay locked after a signal in the middle.
-        self._is_ready = False
-        self._ready = threading.Lock()
+        # Set once the backend was asked for a notifier.
+        self._ready = Latch()
         self._schedule = PollSchedule()
         # When to poll for grants that are not notified.
         self._poll_at = clock.FOREVER
@@ -81,14 +77,11 @@ class Waiters:
         with self._mutex:
             self._waiters[waiter.claim.owner] = waiter
             if not self._thread.is_running:
-                self._is_ready, self._ready = False, threading.Lock()
-                self._ready.acquire()
+                self._ready = Latch()
                 self._thread.start()
             ready = self._ready
-        if not self._is_ready and ready.acquire(
-            timeout=max(0.0, min(1.0, waiter.until - clock.now()))
-        ):
-            ready.release()
+        if not ready.is_set():
+            ready.wait(min(1.0, waiter.until - clock.now()))
 
     def mark_queued(self, waiter: Waiter) -> None:
         """Poll for a waiter's claim in time, now that it is queued."""
@@ -102,7 +95,7 @@ class Waiters:
                 self._schedule.missed()
             if self._schedule.is_frequent:
                 self._poll_at = min(self._poll_at, clock.now() + SHORTEST_POLL_DELAY)
-                self._changed.notify()
+                self._wakeup.set()
 
     def remove(self, waiter: Waiter) -> None:
         """Remove a waiter. From now on nothing returns its claim to the queue."""
@@ -189,9 +182,7 @@ class Waiters:
         self._notify_through(notifier)
         if notifier is not None:
             notifier.on_grant = self._on_grant
-        if not self._is_ready:
-            self._is_ready = True
-            self._ready.release()
+        self._ready.set()
         return notifier
 
     def _on_grant(self, owner: str, grant: Grant, sent: float) -> None:
@@ -231,10 +222,11 @@ class Waiters:
                 longest = IDLE_CLOSE_AFTER
             if queued:
                 longest = min(longest, min(*due, self._poll_at) - clock.now())
-            pause = max(0.0, longest)
-            if notifier is None and pause:
-                self._changed.wait(pause)
-        return notifier is not None and notifier.wait(pause)
+        pause = max(0.0, longest)
+        if notifier is not None:
+            return notifier.wait(pause)
+        self._wakeup.wait(pause)
+        return False
 
     def _poll(self, *, notified: bool) -> None:
         """Poll the claims that are due, and those that a notification may be about."""

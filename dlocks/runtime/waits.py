@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from typing import Any, Protocol
 
 from dlocks.runtime.process import in_child
+from dlocks.runtime.threads import new_mutex
 
 
 class Wait(Protocol):
@@ -26,7 +26,7 @@ class Waits:
         in_child(self._forked)
 
     def _forked(self) -> None:
-        self._mutex = threading.RLock()
+        self._mutex = new_mutex()
         self.may_begin = True
 
     def begin(self, wait: Wait) -> bool:

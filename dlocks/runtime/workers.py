@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -16,7 +15,13 @@ from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
 from dlocks.runtime.clock import FOREVER
 from dlocks.runtime.pools import use_private_connections
-from dlocks.runtime.threads import BackgroundThread, PythonIsExitingError, this_thread
+from dlocks.runtime.threads import (
+    BackgroundThread,
+    Flag,
+    PythonIsExitingError,
+    new_mutex,
+    this_thread,
+)
 
 if TYPE_CHECKING:
     from dlocks.backends.base import Backend
@@ -45,10 +50,8 @@ class ServerWorker:
         self._is_needed = is_needed
         # Runs a job if this thread cannot start any more, or returns False.
         self._run_elsewhere = run_elsewhere
-        # Entered in place of the condition. It is written in C, so a signal in the
-        # middle leaves nothing locked.
-        self._mutex = threading.RLock()
-        self._changed = threading.Condition(self._mutex)
+        self._mutex = new_mutex()
+        self._wakeup = Flag()
         self._thread = BackgroundThread("dlocks-worker", self._loop)
         self._idle_at = FOREVER
         self.jobs: deque[Callable[[], None]] = deque()
@@ -126,16 +129,15 @@ class ServerWorker:
             jobs.append(job)
             try:
                 self._thread.start()
-                self._changed.notify()
             except BaseException:
                 # No caller waits for it any more. A retry queues a new job.
                 jobs.remove(job)
                 raise
+        self._wakeup.set()
 
     def notify(self) -> None:
         """Make the worker check now whether it is needed, if it has a thread."""
-        with self._mutex:
-            self._changed.notify()
+        self._wakeup.set()
 
     def _loop(self) -> None:
         this_thread.is_keepers = True
@@ -143,25 +145,21 @@ class ServerWorker:
         use_private_connections()
         self._idle_at = clock.now() + IDLE_CLOSE_AFTER
         while True:
+            # A test may have turned the clock back.
+            self._idle_at = min(self._idle_at, clock.now() + IDLE_CLOSE_AFTER)
+            has_jobs = self.jobs or self.renewals
+            self._wakeup.wait(0.0 if has_jobs else self._idle_at - clock.now())
             with self._mutex:
                 if not self._thread.is_current:
                     # Its start was interrupted, and another thread has started since.
-                    self._changed.notify()
+                    self._wakeup.set()
                     break
-                # A test may have turned the clock back.
-                self._idle_at = min(self._idle_at, clock.now() + IDLE_CLOSE_AFTER)
-                pause = self._idle_at - clock.now()
-                if not (self.jobs or self.renewals) and pause > 0:
-                    self._changed.wait(pause)
                 job = self._next()
-                if (
-                    job is None
-                    and clock.now() >= self._idle_at
-                    and not self._is_needed(self)
-                ):
+                is_idle = job is None and clock.now() >= self._idle_at
+                if is_idle and not self._is_needed(self):
                     self._thread.end()
                     break
-            if job is None and clock.now() >= self._idle_at and self.connected:
+            if is_idle and self.connected:
                 # The database may be dropped while a hold is not released.
                 connections.close_all()
                 use_private_connections()

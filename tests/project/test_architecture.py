@@ -116,6 +116,38 @@ def test_internals_are_imported_in_one_place():
     assert found == set()
 
 
+# What waits for its turn, for longer than a mutex: to send a request on one connection,
+# to make a client, to write the history, or for a call that is made once.
+TURNS = {
+    "backends/database/limits.py",
+    "backends/redis/requests.py",
+    "backends/session/session.py",
+    "backends/zookeeper/ensemble.py",
+    "history.py",
+    "runtime/coroutines.py",
+    "runtime/threads.py",
+    "runtime/waiter.py",
+}
+
+
+def test_one_function_makes_all_mutexes():
+    """All but turns are leaves of ``new_mutex()``. Conditions and events stay locked.
+
+    See the docstring of ``dlocks.runtime.threads``.
+    """
+    found = {
+        (str(path.relative_to(PACKAGE)), node.attr)
+        for path in MODULES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "threading"
+    }
+    refused = {"Condition", "Event", "Semaphore", "BoundedSemaphore", "Barrier"}
+    assert {one for one in found if one[1] in refused} == set()
+    assert {path for path, name in found if name in {"Lock", "RLock"}} == TURNS
+
+
 def test_no_code_uses_a_clock_that_a_test_can_stop():
     """All code of the package measures time with ``dlocks.runtime.clock``."""
     stoppable = re.compile(

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from dlocks.backends.base import Backend
 from dlocks.runtime.pools import use_private_connections
 from dlocks.runtime.process import each_in_child
 from dlocks.runtime.requests import request
+from dlocks.runtime.threads import new_mutex
 
 # The largest number of threads that send requests to one member. A member that does not
 # reply blocks that many requests.
@@ -43,49 +46,58 @@ class Member:
         _members.add(self)
 
     def _reset(self) -> None:
-        # Entered instead of the condition. An RLock is entered in C, so a signal in the
-        # middle leaves nothing locked.
-        self._mutex = threading.RLock()
-        self._changed = threading.Condition(self._mutex)
-        self._jobs: deque[tuple[Future[Any], Callable[[], Any]]] = deque(
-            maxlen=QUESTIONS
-        )
-        self._threads = self._idle = 0
+        self._mutex = new_mutex()
+        self._jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
+        # The jobs that are queued or in progress, and the threads.
+        self._open = self._threads = 0
 
     def ask(self, question: Callable[[Member], Any]) -> Future[Any]:
         future: Future[Any] = Future()
         with self._mutex:
-            self._jobs.append((future, lambda: question(self)))
-            if len(self._jobs) > self._idle and self._threads < THREADS:
+            if self._open > self._threads + QUESTIONS:
+                with suppress(Empty):
+                    self._jobs.get_nowait()
+                    self._open -= 1
+            if self._open >= self._threads and self._threads < THREADS:
                 threading.Thread(
                     target=self._loop, name=f"dlocks-quorum-{self.alias}", daemon=True
                 ).start()
                 self._threads += 1
-            self._changed.notify()
+            self._open += 1
+            self._jobs.put((future, lambda: question(self)))
         return future
 
     def _loop(self) -> None:
-        try:
-            use_private_connections()
-            while True:
-                with self._mutex:
-                    self._idle += 1
-                    there = self._changed.wait_for(lambda: self._jobs, IDLE_CLOSE_AFTER)
-                    self._idle -= 1
-                    if not there:
-                        return
-                    future, work = self._jobs.popleft()
-                if future.set_running_or_notify_cancel():
-                    try:
-                        future.set_result(request(work))
-                        self.silent = False
-                    except BaseException as error:  # noqa: BLE001 (passed to the caller)
-                        future.set_exception(error)
-                del future, work
-        finally:
+        use_private_connections()
+        while (job := self._next()) is not None:
+            self._do(*job)
+            # A reference kept during the pause would keep the caller's objects alive.
+            del job
+        self.backend.close()
+
+    def _next(self) -> tuple[Future[Any], Callable[[], Any]] | None:
+        """Return a job, or None if this thread ends because there is none."""
+        while True:
+            with suppress(Empty):
+                return self._jobs.get(timeout=IDLE_CLOSE_AFTER)
             with self._mutex:
-                self._threads -= 1
-            self.backend.close()
+                if self._jobs.empty():
+                    self._threads -= 1
+                    return None
+
+    def _do(self, future: Future[Any], work: Callable[[], Any]) -> None:
+        reply: Callable[[], None] | None = None
+        if future.set_running_or_notify_cancel():
+            try:
+                reply = partial(future.set_result, request(work))
+                self.silent = False
+            except BaseException as error:  # noqa: BLE001 (passed to the caller)
+                reply = partial(future.set_exception, error)
+        with self._mutex:
+            # Before the reply, after which the caller may ask the next question.
+            self._open -= 1
+        if reply is not None:
+            reply()
 
 
 _members = each_in_child(Member._reset)

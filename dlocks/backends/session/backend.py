@@ -288,17 +288,17 @@ class SessionBackend(Backend):
     # The maintenance thread.
 
     def _maintain(self) -> None:
-        # No reference of a pass keeps an object alive.
-        while self._maintain_once():
-            pass
+        # No reference of a pass keeps an object alive during the pause.
+        while (pause := self._maintain_once()) is not None:
+            self.claims.wakeup.wait(pause)
 
-    def _maintain_once(self) -> bool:
-        """Wait until something is due, and do it. Return whether there are sessions."""
+    def _maintain_once(self) -> float | None:
+        """Do what is due. Return the seconds to the next pass if there are sessions."""
         claims = self.claims
         with claims.mutex:
             if not (sessions := self.sessions.all()):
                 claims.maintainer.end()
-                return False
+                return None
             now, entries = clock.now(), claims.all()
             claims.maintains_at = min(
                 [
@@ -308,9 +308,6 @@ class SessionBackend(Backend):
                     *map(self._ping_at, sessions),
                 ]
             )
-            if claims.maintains_at > now:
-                claims.changed.wait(claims.maintains_at - now)
-                now = clock.now()
             over = list(one for one in entries if self._ends_at(one) <= now)
             for entry in over:
                 entry.expired = True
@@ -322,7 +319,7 @@ class SessionBackend(Backend):
             self.sessions.ping(session)
         for session in sessions:
             self.sessions.close_if_idle(session, self.linger)
-        return True
+        return claims.maintains_at - clock.now()
 
     def _ends_at(self, entry: Entry) -> float:
         if entry.waiting or entry.gone:

@@ -487,12 +487,12 @@ class ZooKeeperBackend(Backend):
     # The maintenance thread.
 
     def _maintain(self) -> None:
-        # No reference of a pass keeps an object alive.
-        while self._maintain_once():
-            pass
+        # No reference of a pass keeps an object alive during the pause.
+        while (pause := self._maintain_once()) is not None:
+            self.claims.wakeup.wait(pause)
 
-    def _maintain_once(self) -> bool:
-        """Release expired claims, or wait. Return whether there are more."""
+    def _maintain_once(self) -> float | None:
+        """Release expired claims. Return the seconds to the next pass, if any."""
         with self.claims.mutex:
             now = clock.now()
             entries = self.claims.all()
@@ -512,16 +512,14 @@ class ZooKeeperBackend(Backend):
             # The next pass detects from this time whether the process was stopped.
             soon = min([now + MAINTAIN_EVERY, *map(self._ends, entries)])
             self.claims.maintains_at = max(now, soon)
-            if not idle and not over:
-                self.claims.changed.wait(self.claims.maintains_at - now)
         if idle:
             end(client)
-            return False
+            return None
         for entry in over:
             self._end(entry)
         for entry in orphans:
             self._delete_orphan(entry)
-        return True
+        return self.claims.maintains_at - clock.now()
 
     def _ends(self, entry: Entry) -> float:
         if entry.ticket is None:
