@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Self, cast
 
 from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.transaction import set_rollback
 from django.db.utils import Error
 
 from dlocks.runtime.connected import connection_of, in_atomic_blocks
@@ -192,6 +193,12 @@ class TransactionMarker:
 
 def _savepoints_of(connection: BaseDatabaseWrapper) -> set[str]:
     return set(connection.savepoint_ids) - {None}
+
+
+def forbid_commit(connection: BaseDatabaseWrapper) -> None:
+    """Let the open transaction of this thread, if there is one, end in a rollback."""
+    if connection.in_atomic_block:
+        set_rollback(True, using=connection.alias)
 
 
 def in_testcase(connection: BaseDatabaseWrapper) -> bool:

@@ -19,7 +19,7 @@ from dlocks.runtime.connected import connection_of
 from dlocks.runtime.keeper import keeper
 from dlocks.runtime.requests import request
 from dlocks.sql.engines import engine_of, refuse_lost
-from dlocks.transactions import TransactionMarker, why_end_is_unknown
+from dlocks.transactions import TransactionMarker, forbid_commit, why_end_is_unknown
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -178,7 +178,7 @@ def _pin(hold: Holding, database: str, *, late: bool) -> tuple[float, float]:
         stands = request(hold.backend.pin, claim, database)
     except LockBackendError:
         # The transaction is now unusable.
-        connection_of(database).needs_rollback = True
+        forbid_commit(connection_of(database))
         raise
     if not stands:
         raise hold.end_as_lost(hold.why_gone())

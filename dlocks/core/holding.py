@@ -27,7 +27,7 @@ from dlocks.runtime.connected import connection_of
 from dlocks.runtime.keeper import keeper
 from dlocks.runtime.requests import refuse_nested, request
 from dlocks.signals import has_receivers, send_ended
-from dlocks.transactions import TransactionMarker, in_testcase
+from dlocks.transactions import TransactionMarker, forbid_commit, in_testcase
 from dlocks.values import Claim, Grant
 
 logger = logging.getLogger("dlocks")
@@ -483,7 +483,7 @@ class Holding:
             if self.scope == "transaction":
                 # The server has rolled it back, and the caller is in another
                 # transaction.
-                self.connection.needs_rollback = self.connection.in_atomic_block
+                forbid_commit(self.connection)
             self.life.not_released(self.why_gone())
             if report:
                 self.report_loss()
