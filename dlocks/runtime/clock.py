@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import random
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from dlocks.runtime.threads import Flag
 
@@ -31,9 +30,6 @@ wall_now: Callable[[], float] = partial(time.time)
 
 # A time that never comes.
 FOREVER = float("inf")
-
-# Seconds by which the clock of an event loop may differ from the machine's.
-LOOP_TOLERANCE = 1.0
 
 
 def now() -> float:
@@ -71,30 +67,6 @@ async def arest(wakeup: asyncio.Event, seconds: float | None) -> None:
     wakeup.clear()
 
 
-# Waiting in a coroutine. freezegun also stops the clock of event loops, and
-# asyncio.sleep() would then never return.
-
-
-class Timer(Protocol):
-    def cancel(self) -> object: ...
-
-
-def call_later(seconds: float, callback: Callable[[], object]) -> Timer:
-    """Call a function in the running event loop after ``seconds`` of real time.
-
-    Return an object whose ``cancel()`` cancels the call.
-    """
-    loop = asyncio.get_running_loop()
-    if abs(loop.time() - _monotonic()) < LOOP_TOLERANCE:
-        return loop.call_later(seconds, callback)
-    timer = threading.Timer(
-        min(seconds, threading.TIMEOUT_MAX), call_in, (loop, callback)
-    )
-    timer.daemon = True
-    timer.start()
-    return timer
-
-
 def call_in(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
     """Call a function in an event loop, from any thread.
 
@@ -106,11 +78,13 @@ def call_in(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> 
 
 
 async def wait_for(event: asyncio.Event, seconds: float | None) -> None:
-    """Wait for an event, at most ``seconds`` of real time.
+    """Wait for an event, at most ``seconds``.
 
     The event is set when the time has passed.
     """
-    timer = None if seconds is None else call_later(seconds, event.set)
+    timer = None
+    if seconds is not None:
+        timer = asyncio.get_running_loop().call_later(seconds, event.set)
     try:
         await event.wait()
     finally:
@@ -121,20 +95,12 @@ async def wait_for(event: asyncio.Event, seconds: float | None) -> None:
 async def wait_for_any(
     futures: Sequence[asyncio.Future[Any]], seconds: float | None
 ) -> None:
-    """Wait until one of the futures is done, at most ``seconds`` of real time."""
-    if seconds is None:
-        await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
-        return
-    late: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    timer = call_later(seconds, partial(late.set_result, None))
-    try:
-        await asyncio.wait([*futures, late], return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        timer.cancel()
+    """Wait until one of the futures is done, at most ``seconds``."""
+    await asyncio.wait(futures, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
 
 
 async def asleep(seconds: float) -> None:
-    """Sleep for ``seconds`` of real time."""
+    """Sleep for ``seconds``."""
     await wait_for(asyncio.Event(), seconds)
 
 

@@ -180,7 +180,7 @@ async def test_locks_use_the_real_clock_under_freezegun(using, configured, threa
             waiting.acquire()
 
     hold = await asyncio.create_task(db_lock("stock:7", using=using, ttl=6).aacquire())
-    with freeze_time("2030-01-01"):
+    with freeze_time("2030-01-01", real_asyncio=True):
         await asyncio.to_thread(lambda: threads(wait).join(30))
         with pytest.raises(LockTimeout):
             await waiting.aacquire()
