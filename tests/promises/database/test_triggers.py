@@ -5,7 +5,8 @@ from functools import partial
 import pytest
 from django.db import connection
 
-from dlocks import LockBackendError, db_lock, db_rwlock
+from dlocks import LockBackendError, db_lock, db_rwlock, history
+from dlocks.models import HoldRecord
 
 
 @pytest.mark.engine("mariadb", "mysql")
@@ -18,7 +19,10 @@ from dlocks import LockBackendError, db_lock, db_rwlock
     ],
 )
 def test_tokens_grow_in_spite_of_a_trigger(trigger):
-    """The insert id of a reply is 0 as soon as a trigger runs."""
+    """The insert id of a reply is 0 as soon as a trigger runs.
+
+    The history, whose records have the token, keeps each hold.
+    """
     with connection.cursor() as cursor:
         cursor.execute(f"CREATE TRIGGER of_a_test {trigger}")
     try:
@@ -28,6 +32,11 @@ def test_tokens_grow_in_spite_of_a_trigger(trigger):
                 with db_lock(f"stock:7 {using}", using=using) as hold:
                     tokens.append(hold.token)
             assert tokens == sorted({*tokens} - {0}), using
+        for _ in range(10):
+            with db_lock("stock:7", using="recorded"):
+                pass
+        history.flush()
+        assert HoldRecord.objects.filter(key_resource="stock:7").count() == 10
     finally:
         with connection.cursor() as cursor:
             cursor.execute("DROP TRIGGER of_a_test")
