@@ -231,7 +231,7 @@ def clear(
         if lock.version != version:
             raise NotCleared(_("acquired by another holder in the meantime"), lock)
         if is_kept(lock):
-            raise NotCleared(in_transaction(), lock)
+            raise NotCleared(kept_by_transaction(), lock)
         if stale_only and lock.state != LockState.STALE:
             raise NotCleared(_("not stale"), lock)
         return lock
@@ -248,7 +248,7 @@ def clear(
     return _change(backend, read, act, why)
 
 
-def in_transaction() -> str:
+def kept_by_transaction() -> str:
     return _("held by an open transaction: try again when it has ended")
 
 
@@ -265,7 +265,7 @@ def end_share(
         if share is None:
             raise NotCleared(_("the shared hold with this token has ended"), None)
         if is_kept(share):
-            raise NotCleared(in_transaction(), share)
+            raise NotCleared(kept_by_transaction(), share)
         if stale_only and share.state != ClaimState.STALE:
             raise NotCleared(_("not stale"), share)
         return share
@@ -311,7 +311,7 @@ def _change(
     with transaction.atomic(using=backend.database) if inside else nullcontext():
         done = act()
     if not done:
-        raise NotCleared(why or in_transaction(), read())
+        raise NotCleared(why or kept_by_transaction(), read())
     return before
 
 

@@ -336,9 +336,9 @@ class Holding:
     ) -> None:
         refuse_nested()
         # The work was committed under the lock, or undone.
-        is_done = self.whole is not None and self.has_ended_with_transaction()
+        has_ended = self.whole is not None and self.has_ended_with_transaction()
         try:
-            if is_done and not at_block_end:
+            if has_ended and not at_block_end:
                 self._end_with_transaction(event)
                 return
             if not self.may_be_held:

@@ -18,9 +18,9 @@ from dlocks.operations import (
     clear,
     describe,
     end_share,
-    in_transaction,
     is_exclusive,
     is_kept,
+    kept_by_transaction,
     shares,
     shown,
     state_of,
@@ -73,7 +73,7 @@ class Command(LockCommand):
         self.stdout.write(f"{name} is {_held_by(hold)}.")
         is_stale = hold.state == LockState.STALE
         if is_kept(hold):
-            raise CommandError(f"{name} was not cleared ({in_transaction()}).")
+            raise CommandError(f"{name} was not cleared ({kept_by_transaction()}).")
         if not is_stale and options["stale_only"]:
             raise CommandError(f"{name} is not stale. Nothing was changed.")
         if not is_stale and reason is None:
