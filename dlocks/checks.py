@@ -11,7 +11,6 @@ import django
 from django.apps import apps
 from django.conf import settings
 from django.core import checks
-from django.core.checks.registry import CheckRegistry
 from django.core.exceptions import ImproperlyConfigured
 from django.db.utils import Error
 
@@ -392,24 +391,3 @@ def _check_isolation(backend: DatabaseBackend) -> Messages:
             )
         )
     return messages
-
-
-def _join_running_checks() -> None:
-    """Add a check to the running checks if one of them imported this module.
-
-    If the app is not installed, the first import may come from the views, which Django
-    imports to check the URLs. By then it has already listed the checks.
-    """
-    frame = sys._getframe()
-    while frame is not None:
-        if (
-            frame.f_code is CheckRegistry.run_checks.__code__
-            and not frame.f_locals["tags"]
-        ):
-            frame.f_locals["checks"].append(check_settings)
-            return
-        frame = frame.f_back  # type: ignore[assignment]
-
-
-if apps.ready and not apps.is_installed("dlocks"):
-    _join_running_checks()
