@@ -26,19 +26,14 @@ class PythonIsExitingError(RuntimeError):
 this_thread = threading.local()
 
 
-# The type of what new_mutex() returns.
 Mutex = threading.RLock
 
-
-def new_mutex() -> Mutex:
-    """Return a mutex that is held for a few statements and is a leaf.
-
-    Nobody sends a request, calls user code or waits for another mutex while it is held.
-    It is reentrant, because a signal handler or a finalizer may strike inside a section
-    of its own thread. Its owner replaces it in a forked child, where a thread of the
-    parent may have held it.
-    """
-    return Mutex()
+# Returns a new mutex, which is a leaf: it is held for a few statements, and meanwhile
+# nobody sends a request, calls user code or waits for another mutex. It is reentrant,
+# because a signal handler or a finalizer may strike inside a section of its own thread.
+# Its owner replaces it in a forked child, where a thread of the parent may have held
+# it. No function of our own, since each hold makes one.
+new_mutex: Callable[[], Mutex] = threading.RLock
 
 
 class BackgroundThread:
