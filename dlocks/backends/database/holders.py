@@ -83,7 +83,6 @@ class Holders:
         """
         first, one_of = claims[0], self.session.one_of
         mine, parameters = one_of("owner", [one.owner for one in claims], "owner")
-        parameters["ttl"] = ticks(first.ttl)
         if first.shared:
             table, held = "{claims}", SHARED
         else:
@@ -107,8 +106,27 @@ class Holders:
     ) -> int:
         """Change the own rows that are not locked, and return their number."""
         table, condition, mine = self.own(claims, live=live)
-        sql = self.session.engine.many(table, what, condition + also)
-        return self.session.ask(sql, mine | parameters).changed
+        text = self.session.engine.many(table, what, condition + also)
+        sql, ttls = self._with_ttls(self.session.sql(text), claims)
+        parameters = mine | ttls | parameters
+        return self.session.run(self.session.prepared, sql, parameters).changed
+
+    def _with_ttls(
+        self, sql: str, claims: Sequence[Claim]
+    ) -> tuple[str, dict[str, Any]]:
+        """Let a statement give each row the ttl of its claim."""
+        owners: dict[float, list[str]] = {}
+        for claim in claims:
+            owners.setdefault(claim.ttl, []).append(claim.owner)
+        (usual, _), *others = owners.items()
+        cases, parameters = "", {"ttl": ticks(usual)}
+        for number, (ttl, some) in enumerate(others):
+            theirs, more = self.session.one_of("owner", some, f"owner{number}_")
+            cases += f" WHEN {theirs} THEN %(ttl{number})s"
+            parameters |= more | {f"ttl{number}": ticks(ttl)}
+        if cases:
+            sql = sql.replace("%(ttl)s", f"(CASE{cases} ELSE %(ttl)s END)")
+        return sql, parameters
 
     def left(self, claims: Sequence[Claim], *, live: bool = True) -> dict[str, float]:
         """Return the seconds left of the leases of claims, by owner."""
@@ -141,8 +159,8 @@ class Holders:
 
     def renew(self, claims: Sequence[Claim]) -> Mapping[str, float]:
         left: dict[str, float] = {}
-        for kind in {(claim.ttl, claim.shared, claim.late) for claim in claims}:
-            alike = [one for one in claims if (one.ttl, one.shared, one.late) == kind]
+        for kind in {(claim.shared, claim.late) for claim in claims}:
+            alike = [one for one in claims if (one.shared, one.late) == kind]
             for some in batches(alike):
                 left |= self._renew(some)
         short = [
@@ -161,7 +179,7 @@ class Holders:
         return left
 
     def _renew(self, claims: Sequence[Claim]) -> dict[str, float]:
-        ttl, live = claims[0].ttl, not claims[0].late
+        live, ttls = not claims[0].late, {one.owner: one.ttl for one in claims}
         observed = self.store.observations is not None
         try:
             renewed = self.write(self.renewed(), claims, live=live)
@@ -172,7 +190,7 @@ class Holders:
                 return {claim.owner: 0.0 for claim in claims}
             renewed = 0
         if renewed == len(claims):
-            return {claim.owner: ttl for claim in claims}
+            return ttls
         if observed and len(claims) > 1:
             # No clock shows which of them were renewed.
             each = (self._renew([claim]) for claim in claims)
@@ -181,7 +199,7 @@ class Holders:
         # this process that pins one. Valid leases are kept.
         left = self.left(claims, live=live)
         return {
-            owner: 0.0 if observed else min(seconds, ttl)
+            owner: 0.0 if observed else min(seconds, ttls[owner])
             for owner, seconds in left.items()
         }
 

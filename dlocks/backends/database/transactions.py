@@ -24,6 +24,7 @@ from dlocks.backends.database.session import RowLockedError, Session
 from dlocks.backends.database.store import Store
 from dlocks.backends.table import KeyState, Moment
 from dlocks.exceptions import LockNotAwaitable, LockStale
+from dlocks.sql.clock import ticks
 from dlocks.text import permits_taken
 from dlocks.values import UNLIMITED, Claim, Grant, Holder
 
@@ -190,6 +191,7 @@ class TransactionLocks:
         session, live = holders.session, not claim.late
         reader = holders if self.session.is_alone else self.holders
         _, condition, parameters = holders.own([claim], live=live)
+        parameters["ttl"] = ticks(claim.ttl)
         row, table = "key_resource = %(key)s", "{locks} FORCE INDEX (PRIMARY)"
         if claim.shared:
             row, table = "id = %(id)s", "{claims} FORCE INDEX (PRIMARY)"

@@ -85,6 +85,22 @@ def test_a_key_without_waiters_costs_one_statement_again(in_queue, threads):
         assert [len(acquiring), len(releasing)] == [1, 1], (using, acquiring, releasing)
 
 
+def test_leases_of_any_ttl_are_renewed_in_one_statement():
+    """Each lease then lasts for its own ttl."""
+    locks = [db_lock(f"stock:{ttl}", ttl=ttl) for ttl in range(100, 600, 100)]
+    holds = [lock.acquire() for lock in locks]
+    claims = [hold.claim for hold in holds]
+    backend = PessimisticBackend("default")
+    sent, left = statements(lambda: backend.renew(claims))
+    assert len(sent) == 1, sent
+    assert left == {claim.owner: claim.ttl for claim in claims}
+    for lock in locks:
+        holder = lock.holder()
+        assert lock.ttl - 50 < holder.remaining <= lock.ttl
+    for hold in holds:
+        hold.release()
+
+
 def test_waiting_optimistically_only_reads(in_other_thread):
     with db_lock("stock:7", using="optimistic"):
 

@@ -192,7 +192,7 @@ def test_a_lease_that_cannot_be_written_is_not_prolonged(monkeypatch):
     for shared in False, True:
         lock = db_lock("stock:7", using="watching", shared=shared)
         with lock as hold, monkeypatch.context() as patch:
-            patch.setattr(backend.session, "ask", locked)
+            patch.setattr(backend.session, "prepared", locked)
             left = backend.renew([hold.claim])
             patch.undo()
             assert left == {hold.claim.owner: 0.0}
