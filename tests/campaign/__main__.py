@@ -120,7 +120,8 @@ def campaign(options: argparse.Namespace) -> int:
         seeds = itertools.islice(seeds, options.rounds)
     else:
         until = time.monotonic() + 60 * options.minutes
-    work = itertools.product(seeds, options.kind or KINDS)
+    # No itertools.product(): it would collect all of the seeds first.
+    work = ((seed, kind) for seed in seeds for kind in options.kind or KINDS)
     rounds: Counter[str] = Counter()
     labels: Counter[tuple[str, str]] = Counter()
     lock = threading.Lock()

@@ -42,6 +42,20 @@ def test_callers_that_share_holds_leave_every_key_free():
     assert f"{len(KINDS) * ROUNDS} rounds: " in done.stdout
 
 
+def test_a_campaign_by_time_begins_with_the_first_seed():
+    """It ends after the rounds that have begun, and collects no seeds."""
+    command = [sys.executable, "-m", "tests.campaign", "--kind=keys"]
+    done = subprocess.run(
+        [*command, "--minutes=0.005", "--parallel=2"],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " rounds: {'keys': " in done.stdout
+
+
 # The checker itself, on records with a known result.
 
 
