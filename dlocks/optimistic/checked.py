@@ -82,6 +82,9 @@ class CheckedModel(models.Model):
         if self._compares(raw or force_insert, force_update, update_fields):
             # Raise the errors of wrong uses before any query.
             self._held()
+        state: Any = self._state
+        # A receiver of pre_save may save the instance meanwhile.
+        before, state.is_forced = getattr(state, "is_forced", False), force_update
         try:
             super().save_base(raw, force_insert, force_update, using, update_fields)
         except self._stale as error:
@@ -91,6 +94,8 @@ class CheckedModel(models.Model):
             if is_intact and connections[using].in_atomic_block:
                 transaction.set_rollback(False, using=using)
             raise
+        finally:
+            state.is_forced = before
 
     def _compares(self, inserts: Any, force_update: bool, update_fields: Any) -> bool:
         """Return whether a save is of a row that exists, and compares the field."""
@@ -114,7 +119,7 @@ class CheckedModel(models.Model):
                 using != router.db_for_write(type(self), instance=self)
             )
             if concrete._meta.parents and self._compares(
-                force_insert, False, update_fields
+                force_insert, state.is_forced, update_fields
             ):
                 held = self._held()
                 state.is_compared = bool(self._advance_row(using, held))
@@ -138,11 +143,11 @@ class CheckedModel(models.Model):
         state.is_raw = raw
         if (
             cls is self._checked_field().model
-            and state.adding
-            and not (raw or force_update or update_fields)
+            and (state.adding or not self._is_pk_set(cls._meta))  # type: ignore[attr-defined]
+            and not (raw or force_update or update_fields or state.is_compared)
         ):
             # Prevent Django's UPDATE of an existing row with this key, which was not
-            # read.
+            # read. An instance without a key is new, though its key may have a default.
             force_insert = True
         try:
             updated = super()._save_table(  # type: ignore[misc]
@@ -183,6 +188,8 @@ class CheckedModel(models.Model):
                 base_qs = base_qs.filter(**self._condition(held))
             if after is not None:
                 values.append((field, None, after))
+        # With select_on_save, a row of an old snapshot would count as written.
+        forced_update = forced_update or held is not None
         updated = super()._do_update(
             base_qs, using, pk_val, values, update_fields, forced_update, *args,
             **kwargs,
@@ -222,9 +229,18 @@ class CheckedModel(models.Model):
 
     def _rows(self, using: str) -> Any:
         """Return this instance's row in the table with the field."""
+        rows = self._checked_field().model._base_manager.using(using)
+        return rows.filter(pk=self._checked_key())
+
+    def _checked_key(self) -> Any:
+        """Return the key in the table with the field, which may be a parent's.
+
+        Django copies the key of an instance that was not read when it saves the parent.
+        """
         model = self._checked_field().model
-        rows = model._base_manager.using(using)
-        return rows.filter(pk=self._get_pk_val(model._meta))
+        link: Any = self._meta.get_ancestor_link(model)
+        key = self._get_pk_val(model._meta)
+        return getattr(self, link.attname) if key is None and link else key
 
     def _found(self, using: str, lock: bool = False) -> int | None:
         """Return the value in the row, or None if the row is gone."""

@@ -258,8 +258,7 @@ class FencedModel(CheckedModel):
         token, state = token_of(hold), cast("Any", self._state)
         using = using or router.db_for_write(type(self), instance=self)
         current = current_rows(type(self)._base_manager.using(using))
-        keys = [self._get_pk_val(self._checked_field().model._meta)]
-        if not write_token(type(self), using, keys, token):
+        if not write_token(type(self), using, [self._checked_key()], token):
             newer = current.get(pk=self.pk, fence__gt=token)
             raise self._error(token, newer.fence)
         self.refresh_from_db(from_queryset=current)

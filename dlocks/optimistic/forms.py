@@ -165,14 +165,11 @@ class VersionedModelForm(forms.ModelForm):  # type: ignore[type-arg]
                 str(self[TOKEN].data or "")
             )
         except BadSignature:
-            self.add_error(
-                None,
-                ValidationError(
-                    _(
-                        "The form does not contain the version of its row. Nothing was"
-                        " saved. Open the form again."
-                    ),
-                    code="version",
+            self._refuse(
+                "version",
+                _(
+                    "The form does not contain the version of its row. Nothing was"
+                    " saved. Open the form again."
                 ),
             )
             return
@@ -210,7 +207,13 @@ class VersionedModelForm(forms.ModelForm):  # type: ignore[type-arg]
             message = lazy(format_html, SafeString)(
                 '<div class="dlocks-row">{} {}</div>', message, self.conflict
             )
-        self.add_error(None, ValidationError(message, code="conflict"))
+        self._refuse("conflict", message)
+
+    def _refuse(self, code: str, message: Any) -> None:
+        # A formset validates no form whose row it deletes. A row must not be deleted if
+        # its user has not seen its current state.
+        self.cleaned_data.pop(DELETION_FIELD_NAME, None)
+        self.add_error(None, ValidationError(message, code=code))
 
     def _written(self, name: str, value: Any) -> str:
         """Return a field's initial value as text, or a digest if it is not shown."""
@@ -369,13 +372,6 @@ class VersionedFormSetMixin:
     def add_fields(self, form: Any, index: Any) -> None:
         super().add_fields(form, index)  # type: ignore[misc]
         form.in_formset = True
-
-    def _should_delete_form(self, form: Any) -> bool:
-        # A row must not be deleted if its user has not seen its current state.
-        unseen = any(
-            form.has_error("__all__", code) for code in ("conflict", "version")
-        )
-        return super()._should_delete_form(form) and not unseen  # type: ignore[misc]
 
 
 class VersionedFormSet(VersionedFormSetMixin, BaseModelFormSet):  # type: ignore[type-arg]

@@ -92,12 +92,11 @@ class VersionedQuerySet(models.QuerySet[M]):
             or field.ignores(self.model, fields)
             or not all(obj._is_pk_set() for obj in objs)
             # Django's set_x_order() has read no rows. Its update() sets their versions.
-            or (self.model._meta.order_with_respect_to and fields == ("_order",))
+            or (fields == ("_order",) and all(obj._state.adding for obj in objs))
         ):
             return super().bulk_update(objs, fields, batch_size)
-        # The key in the table that contains the version, which may be a parent's.
         model: Any = field.model
-        rows = {obj._get_pk_val(model._meta): obj for obj in objs}
+        rows = {obj._checked_key(): obj for obj in objs}
         held = {pk: obj._held() for pk, obj in rows.items()}
         if len(held) < len(objs):
             raise ValueError(

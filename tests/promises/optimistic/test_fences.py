@@ -254,6 +254,12 @@ def test_one_call_and_a_new_row_may_have_a_token(machine):
     machine.delete(token=5)
     assert not Machine.objects.exists()
     assert Machine.objects.create().fence == 0
+    with transaction.atomic():
+        crane = Crane.objects.fenced(6).create(name="theirs")
+        unread = Crane(pk=crane.pk, name="mine")
+        is_stale(unread.save, token=5, force_update=True)
+        assert Place.objects.get().name == "theirs", "no parent was written"
+        transaction.set_rollback(True)
     made = Machine(state="made")
     made.save(token=7)
     assert stored(made.pk) == ("made", 0, 7)

@@ -18,7 +18,7 @@ from django.contrib.auth.models import Permission, User
 from django.core.files.uploadedfile import SimpleUploadedFile
 from django.db import transaction
 from django.db.models.signals import post_delete, post_save, pre_save
-from django.forms import modelformset_factory
+from django.forms import BaseModelFormSet, modelformset_factory
 from django.http import QueryDict
 from django.test import Client
 from django.utils import timezone
@@ -338,8 +338,8 @@ def test_reordering_counts_only_if_the_order_matters(article):
         assert found == touched
 
 
-def formset_of(data=None, form=ArticleForm):
-    options = {"formset": VersionedFormSet, "extra": 0, "can_delete": True}
+def formset_of(data=None, form=ArticleForm, formset=VersionedFormSet):
+    options = {"formset": formset, "extra": 0, "can_delete": True}
     factory = modelformset_factory(Article, form, **options)
     return factory(data, queryset=Article.objects.order_by("pk"))
 
@@ -373,9 +373,17 @@ def test_a_formset_does_not_write_untouched_rows(article):
     titles = set(Article.objects.values_list("title", flat=True))
     assert titles == {"mine", "theirs"}
     assert Article.objects.get(title="theirs").version == version
-    data = sent(str(formset_of()), **{"form-1-DELETE": "on"})
-    Article.objects.filter(pk=other.pk).update(title="again")
-    assert not formset_of(data).is_valid()
+    for kind in (VersionedFormSet, BaseModelFormSet):
+        text = str(formset_of(formset=kind))
+        data = sent(text, **{"form-1-DELETE": "on"})
+        del data["form-0-row_version"]
+        Article.objects.filter(pk=other.pk).update(title=kind.__name__)
+        formset = formset_of(data, formset=kind)
+        assert not formset.is_valid()
+        assert not formset.deleted_forms
+        with pytest.raises(ValueError, match="didn't validate"):
+            formset.save()
+        assert Article.objects.count() == 2
 
     class Invalid(ArticleForm):
         def clean(self):

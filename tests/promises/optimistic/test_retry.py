@@ -164,11 +164,16 @@ def test_one_of_concurrent_deletes_and_saves_succeeds(workers):
 @pytest.mark.engine("postgresql", "mariadb", "mysql")
 @COMMITS
 @pytest.mark.usefixtures("repeatable_read")
-def test_an_old_snapshot_does_not_hide_a_conflict(in_other_thread):
+@for_each("select_on_save", [False, True])
+def test_an_old_snapshot_does_not_hide_a_conflict(
+    in_other_thread, monkeypatch, select_on_save
+):
     """At REPEATABLE READ the row still looks unchanged.
 
     The save compares with the current row of the database.
     """
+    monkeypatch.setattr(Article._meta, "select_on_save", select_on_save)
+    Article.objects.all().delete()
     Article.objects.create()
     with (
         pytest.raises((StaleVersion, OperationalError)) as caught,

@@ -421,7 +421,10 @@ class InTransactionTestCase(TransactionTestCase):
 
 @pytest.mark.django_db
 def test_the_order_of_related_rows_is_written():
-    """``set_note_order()`` writes instances that it has not read."""
+    """``set_note_order()`` writes instances that it has not read.
+
+    ``bulk_update()`` of the order compares those that were read.
+    """
     chapter = Chapter.objects.create()
     notes = [Note.objects.create(chapter=chapter) for _ in range(3)]
     keys = [note.pk for note in notes]
@@ -430,8 +433,10 @@ def test_the_order_of_related_rows_is_written():
     assert list(chapter.get_note_order()) == keys[::-1]
     for note in notes:
         is_stale(note.save)
+        is_stale(Note.objects.bulk_update, [note], ["_order"])
         note.refresh_from_db()
         note.save()
+    Note.objects.bulk_update(notes, ["_order"])
 
 
 @pytest.mark.django_db

@@ -6,6 +6,7 @@ import copy
 import io
 import json
 import pickle
+from functools import partial
 
 import pytest
 from asgiref.sync import sync_to_async
@@ -180,8 +181,14 @@ def test_a_refused_save_writes_no_parent():
     restaurant = Restaurant.objects.create(name="first")
     Restaurant.objects.update(stars=1)
     restaurant.name = "second"
-    is_stale(restaurant.save)
-    assert Place.objects.get().name == "first"
+    unread = Restaurant(pk=restaurant.pk, version=restaurant.version, name="second")
+    for write in (
+        restaurant.save,
+        partial(unread.save, force_update=True),
+        partial(unread.save, update_fields=["name", "stars"]),
+    ):
+        is_stale(write)
+        assert Place.objects.get().name == "first"
 
 
 def test_f_expressions_are_compared_and_written_once(article, another):
@@ -238,6 +245,23 @@ def test_a_version_set_by_hand_is_compared(article):
     is_stale(found.save)
 
 
+def test_a_version_in_a_parents_table_is_set_by_hand_too():
+    """The instance has the key of its own table, and not yet that of the parent's."""
+    stored_at = Report.objects.create(title="first").pk
+    for number, options in enumerate(
+        ({"update_fields": ["pages"]}, {"force_update": True})
+    ):
+        held = stored(Report)
+        report = Report(pk=stored_at, version=held, pages=number)
+        assert not report.is_stale()
+        report.save(**options)
+        assert stored(Report, name="pages") == number
+        is_stale(Report(pk=stored_at, version=held, pages=7).save, **options)
+    report = Report(pk=stored_at, version=stored(Report), pages=8)
+    Report.objects.bulk_update([report], ["pages"])
+    assert stored(Report, name="pages") == 8
+
+
 def test_a_copy_starts_with_a_new_version(article):
     article.save()
     clone = copy.deepcopy(article)
@@ -246,6 +270,20 @@ def test_a_copy_starts_with_a_new_version(article):
     assert clone.pk != article.pk
     assert clone.version == stored(Article, clone.pk) > article.version
     article.save()
+
+
+def test_an_instance_without_a_key_gets_its_default_and_is_inserted(monkeypatch):
+    """It is a new row, also if the instance was deleted before."""
+    page = Page.objects.create(slug="first")
+    keys = iter(["second", "third"])
+    for name in ("_get_default", "default"):
+        monkeypatch.setattr(Page._meta.pk, name, partial(next, keys))
+    page.delete()
+    page.save()
+    assert stored(Page, name="slug") == "second"
+    page.pk = None
+    page.save()
+    assert Page.objects.filter(slug__in=["second", "third"]).count() == 2
 
 
 def test_a_refreshed_instance_can_be_saved(article, another):
