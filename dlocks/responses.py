@@ -63,15 +63,19 @@ def hold_until_produced(hold: Hold, result: Any) -> None:
     close = partial(_close, entry, forgotten)
     result._resource_closers.append(close)
     if is_template:
-        result.render = partial(_render, result, close, entry, forgotten)
+        # Another lock of the same view may have replaced it already.
+        inner = vars(result).get("render")
+        result.render = partial(_render, result, inner, close, entry, forgotten)
     # Last, so that an interrupt adds no entry without a response that leaves it.
     entry.hold.enter_for_response(entry)
 
 
-def _render(response: Any, close: Any, entry: Entry, forgotten: Any) -> Any:
+def _render(response: Any, inner: Any, close: Any, entry: Entry, forgotten: Any) -> Any:
     # A cache pickles the response in a post-render callback, so this attribute must be
     # removed first.
     del response.render
+    if inner is not None:
+        response.render = inner
     with suppress(ValueError):
         # A closed response has no closers any more.
         response._resource_closers.remove(close)

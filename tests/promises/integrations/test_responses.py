@@ -154,6 +154,8 @@ urlpatterns = [
     path("async-stream/", async_stream),
     path("async-view-of-stream/", async_view_of_stream),
     path("endless-stream/", endless_stream),
+    path("two-locks/", locked_view("outer")(template)),
+    path("two-locks-cached/", cache_page(60)(locked_view("outer")(template))),
     path("cached/", cache_page(60)(template)),
     path("cached-inside/", locked_view(KEY)(cache_page(60)(template.__wrapped__))),
 ]
@@ -216,6 +218,27 @@ class TestTemplates:
             assert [Client().get(url).content for _ in range(2)] == [b"template"] * 2
             assert seen.count(("template", True)) == 1
             assert not is_busy(KEY)
+
+    def test_two_locks_of_a_view_are_held_until_its_template_is_rendered(self, is_busy):
+        """Both are released then, and a loss of either is an error."""
+        for url in ("/two-locks/", "/two-locks-cached/"):
+            seen.clear()
+            assert Client().get(url).content == b"template"
+            assert ("template", True) in seen
+        view = locked_view("outer")(template)
+        response = view(REQUEST)
+        response.context_data["look"] = lambda: is_busy(KEY) and is_busy("outer")
+        assert response.render().content == b"True"
+        assert not is_busy(KEY)
+        assert not is_busy("outer")
+        for key in (KEY, "outer"):
+            response = view(REQUEST)
+            response.context_data["look"] = "done"
+            lose(key)
+            with pytest.raises(LockLost):
+                response.render()
+            assert not is_busy(KEY)
+            assert not is_busy("outer")
 
     @pytest.mark.parametrize("view", [template, stream])
     def test_a_response_that_is_never_sent_frees_the_key(
