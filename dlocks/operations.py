@@ -232,8 +232,8 @@ def clear(
             raise NotCleared(_("acquired by another holder in the meantime"), lock)
         if is_kept(lock):
             raise NotCleared(kept_by_transaction(), lock)
-        if stale_only and lock.state != LockState.STALE:
-            raise NotCleared(_("not stale"), lock)
+        if stale_only:
+            _refuse_live(backend, lock)
         return lock
 
     why = ""
@@ -266,8 +266,8 @@ def end_share(
             raise NotCleared(_("the shared hold with this token has ended"), None)
         if is_kept(share):
             raise NotCleared(kept_by_transaction(), share)
-        if stale_only and share.state != ClaimState.STALE:
-            raise NotCleared(_("not stale"), share)
+        if stale_only:
+            _refuse_live(backend, share)
         return share
 
     end = (
@@ -276,6 +276,15 @@ def end_share(
         else backend.clear
     )
     return _change(backend, read, partial(end, key, token, stale_only=stale_only))
+
+
+def _refuse_live(backend: Backend, hold: LockRow) -> None:
+    """Raise NotCleared unless a hold is stale, and its grace has passed."""
+    if hold.state not in {LockState.STALE, ClaimState.STALE}:
+        raise NotCleared(_("not stale"), hold)
+    if hold.seconds_left > -backend.grace:
+        # A small step of the database's clock may have ended its lease early.
+        raise NotCleared(_("expired a moment ago: its holder may still renew it"), hold)
 
 
 def take_out(backend: DatabaseBackend, key: str, number: int) -> LockRow:

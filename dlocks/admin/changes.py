@@ -248,11 +248,7 @@ def end(
             break
         else:
             done.setdefault(what, []).append(target.key)
-            change = LOGGED[what, target.kind]
-            change %= {"holder": describe(lost, on_page=True)}
-            why = _("Reason: %(reason)s") % {"reason": printable(reason)}
-            entry = ResourceLock(pk=target.key)
-            admin.log_change(request, entry, f"{change} {why}")
+            # First, because the admin's log may be in a database that fails.
             audit.taken(
                 what,
                 kind=target.kind,
@@ -264,6 +260,11 @@ def end(
                 via="admin",
                 database=backend.database,
             )
+            change = LOGGED[what, target.kind]
+            change %= {"holder": describe(lost, on_page=True)}
+            why = _("Reason: %(reason)s") % {"reason": printable(reason)}
+            entry = ResourceLock(pk=target.key)
+            admin.log_change(request, entry, f"{change} {why}")
     for each, keys in done.items():
         text = DONE[each] % {"count": len(keys), "keys": _named(keys)}
         admin.message_user(request, text, messages.SUCCESS)

@@ -188,8 +188,12 @@ def release(
 
 
 def clear(state: KeyState, version: int, at: Moment) -> tuple[KeyState, bool]:
-    """Take the key from its exclusive holder, if the version is current."""
-    if state.version != version:
+    """Take the key from its exclusive holder, if the version is current.
+
+    A holder that has released the key keeps it only for its ``min_hold``.
+    """
+    is_free = state.is_released and state.expires_in(at) <= 0
+    if is_free or state.version != version:
         return state, False
     version = _next_token(state, at)
     state = replace(state, version=version, held=None, is_released=True)

@@ -239,7 +239,7 @@ class CheckedModel(models.Model):
         """
         model = self._checked_field().model
         link: Any = self._meta.get_ancestor_link(model)
-        key = self._get_pk_val(model._meta)
+        key: Any = self._get_pk_val(model._meta)
         return getattr(self, link.attname) if key is None and link else key
 
     def _found(self, using: str, lock: bool = False) -> int | None:

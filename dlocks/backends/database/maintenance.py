@@ -38,14 +38,13 @@ class Maintenance:
         """Take a key from its holder, which is fenced off.
 
         The key is then free, or held by the first waiter. Shared holds of the key stay.
-        Return False if ``version`` is no longer current, or if the key is locked by a
-        transaction. With ``stale_only``, also return False if the key is not stale.
+        Return False if ``version`` is no longer current, if the key is free, or if it
+        is locked by a transaction. With ``stale_only``, also return False if the key is
+        not stale, or if its grace has not passed.
         """
 
         def rule(state: KeyState, at: Moment) -> tuple[KeyState, bool]:
-            held = state.held
-            stale = state.is_held and held is not None and held.end <= at.now
-            if stale_only and not stale:
+            if stale_only and not (state.is_held and state.expires_in(at) <= 0):
                 return state, False
             return rules.clear(state, version, at)
 
@@ -58,12 +57,13 @@ class Maintenance:
 
         Return False if no shared hold has that token, or if a transaction has locked
         the key or guards itself by the hold. With ``stale_only``, also return False if
-        its lease has not expired.
+        its lease has not expired, or its grace has not passed.
         """
 
         def rule(state: KeyState, at: Moment) -> tuple[KeyState, bool]:
             for share in state.shares:
-                if share.token == token and not (stale_only and share.end > at.now):
+                live = share.expires_in(at) > 0
+                if share.token == token and not (stale_only and live):
                     return rules.release(state, share.claim, at)[0], True
             return state, False
 

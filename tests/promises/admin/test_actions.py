@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+from django.contrib.admin import site
 from django.contrib.admin.models import LogEntry
 from django.db import connection
 
@@ -31,6 +32,10 @@ pytestmark = [pytest.mark.front, pytest.mark.django_db]
 def counters(key):
     lock = ResourceLock.objects.get(pk=key)
     return lock.waiters, lock.shares
+
+
+def fail(*args):
+    raise ZeroDivisionError
 
 
 def tokens():
@@ -160,6 +165,37 @@ def test_a_lock_that_is_renewed_before_the_write_is_not_cleared(boss, settings):
     assert {lock.state for lock in found.values()} == {"held"}
     assert {key: lock.version for key, lock in found.items()} == versions
     assert not log()
+
+
+def test_a_lock_that_its_holder_releases_just_before_is_not_forced(
+    releaser, settings, audited
+):
+    """Its row is left as the holder wrote it, and no log names a forced release."""
+    rows.held("a")
+
+    def release(key):
+        changes = {"end_time": rows.PAST, "status": rows.S, "hold_count": 0}
+        ResourceLock.objects.filter(pk=key).update(**changes)
+
+    form = fields(act(releaser, FORCE, "a"))
+    before_clear(settings, release)
+    assert "1 lock was left unchanged (already free): a" in confirm(releaser, form)
+    assert (rows.now("a").status, rows.now("a").version) == (rows.S, 1000)
+    assert not log()
+    assert not audited()
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_failing_admin_log_leaves_the_audit(releaser, audited, monkeypatch):
+    """The hold has ended already, so its end is in one of the logs."""
+    rows.held("a")
+    form = fields(act(releaser, FORCE, "a"))
+    monkeypatch.setattr(site.get_model_admin(ResourceLock), "log_change", fail)
+    with pytest.raises(ZeroDivisionError):
+        releaser.post(END, form)
+    assert rows.now("a").state == "free"
+    (record,) = audited()
+    assert record.lock_key == "a"
 
 
 def test_select_all_covers_only_the_filtered_locks(boss):

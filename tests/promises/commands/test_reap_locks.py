@@ -98,6 +98,31 @@ def test_nothing_is_cleared_within_the_grace(settings):
         assert set(kept) == {bool(arguments)}
 
 
+def test_clear_lock_keeps_what_has_just_expired(settings):
+    """Within the grace, a small step of the clock may be the reason.
+
+    A reason forces the release all the same.
+    """
+    just = timezone.now() - timedelta(seconds=5)
+    for key in ("late", "forced"):
+        rows.write(key, rows.P, just)
+    rows.free("shared", version=1)
+    rows.claim("shared", just, version=100)
+    patient = {**settings.DLOCKS["default"], "OPTIONS": {"grace": 60}}
+    settings.DLOCKS = {**settings.DLOCKS, "patient": patient}
+    for arguments in (["late"], ["late", "--stale-only"], ["shared", "--share", "100"]):
+        why = refused("clear_lock", *arguments, "--yes", "--using", "patient")
+        assert "expired a moment ago" in why
+        assert rows.now("late").status == rows.P
+        assert LockClaim.objects.exists()
+    forced = ("forced", "--yes", "--reason", "its host is gone")
+    assert "was cleared" in run("clear_lock", *forced, "--using", "patient")
+    for arguments in (["late"], ["shared", "--share", "100"]):
+        run("clear_lock", *arguments, "--yes")
+    assert rows.now("late").status == rows.F
+    assert not LockClaim.objects.exists()
+
+
 @pytest.mark.usefixtures("table")
 def test_durations_have_units():
     """They are seconds, minutes, hours or days. An error changes nothing."""
