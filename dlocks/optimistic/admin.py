@@ -132,6 +132,7 @@ class VersionedModelAdmin(_Versioned, admin.ModelAdmin):  # type: ignore[type-ar
         The version is in the address of the page that asks for confirmation.
         """
         try:
+            request._dlocks_confirms = request.method == "POST"  # type: ignore[attr-defined]
             if request.method != "POST" or TOKEN in request.GET:
                 return super().delete_view(request, object_id, extra_context)
         except BadSignature:
@@ -165,16 +166,18 @@ class VersionedModelAdmin(_Versioned, admin.ModelAdmin):  # type: ignore[type-ar
         _watch(request, obj)
         super().save_model(request, obj, form, change)
 
-    def delete_model(self, request: HttpRequest, obj: Any) -> None:
-        _watch(request, obj)
-        if TOKEN in request.GET:
+    def get_deleted_objects(self, objs: Any, request: HttpRequest) -> Any:
+        if getattr(request, "_dlocks_confirms", False):
+            # Not in delete_model(), which a project may replace.
+            (obj,) = objs
+            _watch(request, obj)
             request._dlocks_shown = obj  # type: ignore[attr-defined]
             shown, found = unsign_version(obj, request.GET[TOKEN]), version_of(obj)
             if found != shown:
                 error = StaleVersion(self.model, obj.pk, shown, found)
                 error.instance = obj
                 raise error
-        super().delete_model(request, obj)
+        return super().get_deleted_objects(objs, request)
 
 
 def _set_change(form: Any, logged: Any) -> None:

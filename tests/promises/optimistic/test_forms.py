@@ -640,6 +640,25 @@ def test_the_admin_confirms_again_before_deleting_a_changed_row(boss, article):
     assert boss.get(f"{LIST}999999/delete/").status_code == 302
 
 
+def test_a_deletion_of_ones_own_compares_what_was_shown(boss, article, monkeypatch):
+    """An admin may hide a row instead, and not call Django's ``delete_model()``."""
+
+    def hide(request, obj):
+        obj.body = "hidden"
+        obj.save()
+
+    monkeypatch.setattr(admin.site.get_model_admin(Article), "delete_model", hide)
+    url = f"{LIST}{article.pk}/delete/"
+    for change, body, said in (
+        (lambda: Article.objects.update(title="theirs"), "text", "was not deleted"),
+        (lambda: None, "hidden", "was deleted successfully"),
+    ):
+        ((address, _status),) = boss.get(url, follow=True).redirect_chain
+        change()
+        assert said in page(boss.post(address, {"post": "yes"}, follow=True))
+        assert Article.objects.get().body == body
+
+
 @pytest.mark.engine("postgresql", "mariadb")
 @pytest.mark.django_db(transaction=True)
 @for_each("deleted", [False, True])
