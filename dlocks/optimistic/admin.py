@@ -160,11 +160,10 @@ class VersionedModelAdmin(_Versioned, admin.ModelAdmin):  # type: ignore[type-ar
         response: HttpResponse = super().render_delete_form(request, context)
         return response
 
-    def save_model(
-        self, request: HttpRequest, obj: Any, form: Any, change: Any
-    ) -> None:
-        _watch(request, obj)
-        super().save_model(request, obj, form, change)
+    def save_form(self, request: HttpRequest, form: Any, change: Any) -> Any:
+        # Not in save_model(), which a project may replace.
+        _watch(request, form.instance)
+        return super().save_form(request, form, change)
 
     def get_deleted_objects(self, objs: Any, request: HttpRequest) -> Any:
         if getattr(request, "_dlocks_confirms", False):
