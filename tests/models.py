@@ -1,5 +1,7 @@
 """The models that tests work on."""
 
+import uuid
+
 from django.db import models
 from django.db.models.functions import Length
 
@@ -94,6 +96,19 @@ class Seat(VersionedModel):
 
     def __str__(self) -> str:
         return self.guest
+
+
+class Badge(VersionedModel):
+    """A model with a default for its key, whose rows Django looks for before a save."""
+
+    id = models.UUIDField(primary_key=True, default=uuid.uuid4)
+    title = models.CharField(max_length=50, default="")
+
+    class Meta(VersionedModel.Meta):
+        select_on_save = True
+
+    def __str__(self) -> str:
+        return self.title
 
 
 class Comment(VersionedModel):

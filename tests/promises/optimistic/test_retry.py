@@ -17,7 +17,7 @@ from dlocks.optimistic import retry_on_conflict
 from dlocks.optimistic.retry import is_conflict
 from tests import models
 from tests.for_each import for_each
-from tests.models import Article, Counter
+from tests.models import Article, Badge, Counter
 from tests.volume import volume
 
 pytestmark = [pytest.mark.front, pytest.mark.django_db]
@@ -164,29 +164,26 @@ def test_one_of_concurrent_deletes_and_saves_succeeds(workers):
 @pytest.mark.engine("postgresql", "mariadb", "mysql")
 @COMMITS
 @pytest.mark.usefixtures("repeatable_read")
-@for_each("select_on_save", [False, True])
-def test_an_old_snapshot_does_not_hide_a_conflict(
-    in_other_thread, monkeypatch, select_on_save
-):
+@for_each("model", [Article, Badge])
+def test_an_old_snapshot_does_not_hide_a_conflict(in_other_thread, model):
     """At REPEATABLE READ the row still looks unchanged.
 
-    The save compares with the current row of the database.
+    The save compares with the current row of the database, also with Django's
+    ``select_on_save``.
     """
-    monkeypatch.setattr(Article._meta, "select_on_save", select_on_save)
-    Article.objects.all().delete()
-    Article.objects.create()
+    model.objects.create()
     with (
         pytest.raises((StaleVersion, OperationalError)) as caught,
         transaction.atomic(),
     ):
-        article = Article.objects.get()
-        in_other_thread(lambda: Article.objects.update(title="meanwhile"))
-        assert Article.objects.get().version == article.version
-        article.save()
+        row = model.objects.get()
+        in_other_thread(lambda: model.objects.update(title="meanwhile"))
+        assert model.objects.get().version == row.version
+        row.save()
     assert is_conflict(caught.value)
     if isinstance(caught.value, StaleVersion):
-        assert caught.value.held == article.version != caught.value.found
-    assert Article.objects.get().title == "meanwhile"
+        assert caught.value.held == row.version != caught.value.found
+    assert model.objects.get().title == "meanwhile"
 
 
 @pytest.mark.engine("postgresql", "mariadb")

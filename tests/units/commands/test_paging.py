@@ -1,15 +1,24 @@
-"""How the commands read many rows and report an outage."""
+"""How the commands read many rows, report an outage, and compare when they write."""
 
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
 from django.db import connection, connections
+from django.utils import timezone
 
 from dlocks import LockBackendError, db_lock
 from tests import jobs, rows
-from tests.internals import Claim, Ticket, backends, duration, operations
+from tests.internals import (
+    Claim,
+    PessimisticBackend,
+    Ticket,
+    backends,
+    duration,
+    operations,
+)
 from tests.promises.commands.running import (
     lines,
     listed,
@@ -124,3 +133,20 @@ def test_a_refused_turn_does_not_end_the_wait(monkeypatch, workers, until):
     assert hold.token > token
     assert hold.waited < 20
     assert holder.hear() == "released"
+
+
+def test_a_write_keeps_what_has_expired_again_since_it_was_read():
+    """A hold that is renewed after the command has read it may expire meanwhile."""
+    just = timezone.now() - timedelta(seconds=0.1)
+    rows.write("late", rows.P, just)
+    rows.free("shared", version=1)
+    rows.claim("shared", just, version=100)
+    backend = PessimisticBackend("default", grace=60)
+    for end, number in (
+        (backend.clear, 1000),
+        (backend.maintenance.end_share, 100),
+    ):
+        key = "late" if number == 1000 else "shared"
+        assert not end(key, number, stale_only=True)
+        assert end(key, number)
+        assert not end(key, number), "it is free"
