@@ -386,24 +386,26 @@ class Holders:
 
         Return None if the step has to be tried again.
         """
-        own = self.store.peek(claim.key)
-        mine = own is not None and own.row.owner == claim.owner
         row = self.queue.row_of(claim)
         is_share = row is not None and row.version is not None
         live = is_share and (
             row.end_time > row.now or self.store.observations is not None
         )
-        if self.session.engine.one_writer:
+        one_writer = self.session.engine.one_writer
+        # The next step that locks the lock row counts the remaining claims.
+        deleted = not (row is None or keep or one_writer) and self.queue.delete(claim)
+        if deleted and is_share:
+            return live
+        # Only now. The key may have been handed to a claim that was queued until then.
+        own = self.store.peek(claim.key)
+        mine = own is not None and own.row.owner == claim.owner
+        if one_writer:
             # A claim that holds nothing need not leave. It is skipped soon in any case.
             if status == "F" and not (mine or is_share):
                 raise LockBackendError(
                     f"The single writer of database {self.session.database!r} is busy."
                 )
-        elif row is not None:
-            # The next step that locks the lock row counts the remaining claims.
-            if not keep and self.queue.delete(claim):
-                return live
-        elif not mine:
+        elif (row is None or deleted) and not mine:
             return False
         if mine and own is not None:
             live = own.state.expires_in(own.at) > 0

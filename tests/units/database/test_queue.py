@@ -343,3 +343,48 @@ def test_a_claim_that_asks_for_a_free_key_leaves_the_queue(using, row, in_queue)
     assert backend.acquire(replace(mine, queued=True))
     assert not LockClaim.objects.exists()
     assert backend.release(mine)
+
+
+@pytest.mark.engine("postgresql", "mariadb", "mysql")
+@for_each("moment", [2, 3])
+def test_a_claim_that_is_granted_while_it_is_cancelled_is_released(
+    moment, workers, monkeypatch
+):
+    """Its key's row is locked when it is cancelled, so the cancellation looks at rows.
+
+    Between two of its looks the holder hands the key over to it.
+    """
+    (other,), backend = workers(1), backends["default"]
+    holder, waiting = claim(), claim()
+    assert backend.acquire(holder)
+    assert backend.enqueue(waiting).position
+    other.start(jobs.lock_row, "stock:7")
+    assert other.hear() == "locked"
+    looks = []
+
+    def hand_over_before(usual):
+        def look(*args, **options):
+            looks.append(usual)
+            if len(looks) == moment:
+                other.tell()
+                assert other.hear() == "unlocked"
+                assert backend.release(holder)
+            return usual(*args, **options)
+
+        return look
+
+    with monkeypatch.context() as patch:
+        for part, name in (
+            (backend.queue, "row_of"),
+            (backend.queue, "delete"),
+            (backend.store, "peek"),
+        ):
+            patch.setattr(part, name, hand_over_before(getattr(part, name)))
+        backend.release(waiting, failed=True)
+    if len(looks) < moment:
+        other.tell()
+        assert other.hear() == "unlocked"
+        assert backend.release(holder)
+    successor = claim()
+    assert backend.acquire(successor)
+    assert backend.release(successor)
