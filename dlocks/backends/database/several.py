@@ -81,7 +81,14 @@ class Several:
                 )
             return [Grant(token)] * len(claims)
 
-        return self._step(claims, work, until=until)
+        session = self.store.session.raw
+        grants = self._step(claims, work, until=until)
+        if grants is None and self.store.session.raw is not session:
+            # The reply to a first step may be lost together with the session. It may
+            # have granted what the repeated one has found claimed or locked by others.
+            for claim in claims:
+                self.holders.release(claim, failed=True, keep=0.0)
+        return grants
 
     def release(self, claims: Sequence[Claim], *, failed: bool) -> bool:
         if not self._are_leases(claims):

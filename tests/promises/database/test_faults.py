@@ -567,3 +567,29 @@ def test_a_clock_step_below_the_grace_causes_no_second_holder(server, doomed):
     finally:
         server.stop()
         server.start()
+
+
+@ALL
+def test_several_keys_that_came_too_late_are_free(proxy, proxied, in_queue):
+    """The reply is lost, and a waiter has joined before the request is repeated."""
+    worker, other = proxied
+    for using in ("default", "optimistic"):
+        keys = [f"{name} {using}" for name in ("first", "second")]
+        worker.call(jobs.acquire, *keys, using=using)
+        assert worker.call(jobs.release_all) == ["released"]
+        joined = threading.Event()
+        try:
+            proxy.swallow(b"COMMIT", until=joined)
+            began = time.monotonic()
+            worker.start(jobs.acquire, *keys, using=using, timeout=1)
+            assert proxy.swallowed.wait(10)
+            other.start(jobs.wait_quietly, keys[0], using=using, timeout=20)
+            in_queue(1, keys[0])
+            eventually(lambda began=began: time.monotonic() > began + 1)
+        finally:
+            joined.set()
+        assert worker.hear() == "LockTimeout"
+        ended = time.monotonic()
+        granted, _token = other.hear()
+        in_time(granted - ended, 3.0)
+        assert isinstance(other.call(jobs.try_once, keys[1], using=using), int)
