@@ -378,7 +378,7 @@ class Store:
         Such a transaction renews the share without the lock on the key. It may have
         committed since the claims were read.
         """
-        ended = [one for one in key.state.shares if one.expires_in(key.at) <= 0]
+        ended = [one for one in key.state.shares if one.end <= key.at.now]
         if not ended:
             return key
         read = {one.owner: one for one in key.claims}
