@@ -355,11 +355,7 @@ def _check_isolation(backend: DatabaseBackend) -> Messages:
         cursor.execute(backend.session.engine.isolation)
         level, *all_or_nothing = cursor.fetchone()
     messages: Messages = []
-    fit = {"READ COMMITTED"}
-    if connection.vendor == "postgresql":
-        # PostgreSQL treats READ UNCOMMITTED as READ COMMITTED.
-        fit.add("READ UNCOMMITTED")
-    if level.upper().replace("-", " ") not in fit:
+    if level.upper().replace("-", " ") not in backend.session.engine.levels:
         how = (
             "'read committed'"
             if connection.vendor == "mysql"

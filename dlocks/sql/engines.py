@@ -95,6 +95,8 @@ class Engine:
     # may be older than the lock, and one that ends when it meets a locked row.
     isolation: str = ""
     fresh: str = ""
+    # The isolation levels of such transactions.
+    levels: frozenset[str] = frozenset({"READ COMMITTED"})
     # Returns the channel of the first waiter, or notifies it when the caller's
     # transaction commits. Where it is empty, a second statement returns the channel.
     tell_first: str = ""
@@ -396,6 +398,8 @@ ENGINES: dict[str, Engine] = {
             "current_setting('transaction_isolation') IN ('read committed', 'read"
             " uncommitted')"
         ),
+        # It treats READ UNCOMMITTED as READ COMMITTED.
+        levels=frozenset({"READ COMMITTED", "READ UNCOMMITTED"}),
         tell_first=(
             f" RETURNING (SELECT pg_notify(channel, '') FROM ({FIRST_CHANNEL}) AS told"
             " WHERE channel <> '')"

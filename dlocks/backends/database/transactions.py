@@ -30,8 +30,6 @@ from dlocks.values import UNLIMITED, Claim, Grant, Holder
 
 # Attempts to acquire a key that appears to be free, per call.
 FREE_TRIES = 3
-# The isolation levels at which each statement takes its own snapshot.
-STATEMENT_SNAPSHOTS = {"READ COMMITTED", "READ UNCOMMITTED"}
 
 
 class TransactionLocks:
@@ -98,18 +96,24 @@ class TransactionLocks:
     def _refuse_unfit(self, claim: Claim) -> None:
         """Refuse a transaction whose snapshot may be older than the lock.
 
-        It would not show the changes of the last holder. One that ends when it meets a
-        locked row could not try at all.
+        It would not show the changes of the last holder. One that reads what is not
+        committed is refused too. One that ends when it meets a locked row could not try
+        at all.
         """
         database = self.session.database
         if not self.session.engine.isolation:
             return
         level, rolls_back = self.isolation(self.session)
-        if level not in STATEMENT_SNAPSHOTS:
+        if level not in self.session.engine.levels:
+            why = (
+                "Its snapshot may be older than the lock and hide the last holder's"
+                " changes."
+            )
+            if level == "READ UNCOMMITTED":
+                why = "It may read changes that are rolled back."
             raise RuntimeError(
                 f"{claim.key!r} cannot be locked in this transaction, which runs at"
-                f" {level} on database {database!r}. Its snapshot may be older than the"
-                " lock and hide the last holder's changes. Acquire the lock before the"
+                f" {level} on database {database!r}. {why} Acquire the lock before the"
                 " transaction begins, or run it at READ COMMITTED."
             )
         if rolls_back:
@@ -171,7 +175,7 @@ class TransactionLocks:
                 if write(also=f" AND {engine.fresh}"):
                     return True
             level, rolls_back = self.isolation(holders.session)
-            if level not in STATEMENT_SNAPSHOTS:
+            if level not in engine.levels:
                 return self._pin_by_primary_key(holders, claim, rolls_back=rolls_back)
         return holders.retried(lambda: write() == 1, claim, live=live)
 

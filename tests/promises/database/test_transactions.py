@@ -304,6 +304,20 @@ def test_a_lock_with_an_old_snapshot_is_refused(using, level, is_busy):
     assert Counter.objects.all().delete()[0] == 2
 
 
+@pytest.mark.engine("mariadb", "mysql")
+@FAMILY
+def test_a_free_key_at_read_uncommitted_is_refused_and_not_busy(using, is_busy):
+    """Its lease can guard such a transaction."""
+    with jobs.isolated("READ UNCOMMITTED"):
+        for _ in range(2):
+            with db_lock("stock:7", using=using) as hold, hold.atomic():
+                hold.check()
+        with transaction.atomic():
+            with pytest.raises(RuntimeError, match="runs at READ UNCOMMITTED"):
+                db_lock("stock:7", using=using).acquire()
+            assert not is_busy(using=using)
+
+
 @TWO_SERVERS
 @for_each(
     "case",
