@@ -118,11 +118,12 @@ def not_installed() -> ImproperlyConfigured:
     )
 
 
-def unreadable(key: str, database: str) -> LockBackendError:
+def unusable(key: str, database: str) -> LockBackendError:
     return LockBackendError(
-        f"The row of {key!r} on database {database!r} exists, but this session does not"
-        " find it. Check whether row security hides it ('manage.py check --database'"
-        " reports that as dlocks.W010)."
+        f"The row of {key!r} on database {database!r}, or one of its claims, exists,"
+        " but this session does not find or change it. Check whether row security"
+        " hides it, or a trigger keeps it ('manage.py check --database' reports that as"
+        " dlocks.W010 or dlocks.W011)."
     )
 
 

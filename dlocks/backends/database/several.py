@@ -69,16 +69,17 @@ class Several:
             token = max(max(key.row.version + 1, key.at.ticks) for key in keys)
             who = self.store.who(claims[0])
             for some in batches(claims):
-                rows = self.store.locks.filter(pk__in=[one.key for one in some])
-                rows.update(
-                    **(who | {"owner": OwnerOf(some)}),
-                    status="P",
-                    begin_time=Now(),
-                    end_time=After(some[0].ttl),
-                    hold_count=1,
-                    version=token,
-                    waiters=0,
-                )
+                changes = {
+                    **who,
+                    "owner": OwnerOf(some),
+                    "status": "P",
+                    "begin_time": Now(),
+                    "end_time": After(some[0].ttl),
+                    "hold_count": 1,
+                    "version": token,
+                    "waiters": 0,
+                }
+                self.store.write_rows([one.key for one in some], changes)
             return [Grant(token)] * len(claims)
 
         session = self.store.session.raw
@@ -100,13 +101,13 @@ class Several:
                 if others or key.row.owner != claim.owner:
                     return False
             for some in batches(claims):
-                rows = self.store.locks.filter(pk__in=[one.key for one in some])
-                rows.update(
-                    status="F" if failed else "S",
-                    hold_count=0,
-                    end_time=Now(),
-                    waiters=0,
-                )
+                changes = {
+                    "status": "F" if failed else "S",
+                    "hold_count": 0,
+                    "end_time": Now(),
+                    "waiters": 0,
+                }
+                self.store.write_rows([one.key for one in some], changes)
             return True
 
         session, began = self.store.session.raw, clock.now()

@@ -19,7 +19,7 @@ from django.db.models import CharField, Func, Value
 from dlocks.backends import table as rules
 from dlocks.backends.base import HEARTBEAT_TIMEOUT, UnstorableKeyError
 from dlocks.backends.database.expiry import Observations
-from dlocks.backends.database.failures import not_installed, unreadable
+from dlocks.backends.database.failures import not_installed, unusable
 from dlocks.backends.database.notify import Notifications
 from dlocks.backends.database.session import RowLockedError, Session, StepError
 from dlocks.backends.database.state import (
@@ -54,11 +54,11 @@ NOTHING = "UPDATE {locks} SET version = version WHERE key_resource IS NULL"
 
 
 class AbsentError(StepError):
-    """Some keys have no row. They are the argument."""
+    """Some keys have no row. They are the argument, and that of the next error."""
 
 
 class ChangedError(StepError):
-    """A claim left the queue without locking the key's row."""
+    """A claim left without the lock on its key, or a row was kept as it is."""
 
 
 class Store:
@@ -293,14 +293,13 @@ class Store:
         while True:
             try:
                 return self.session.run(attempt, turn, flush=flush)
-            except AbsentError as error:
+            except (AbsentError, ChangedError) as error:
                 keys = sorted(error.args[0])
                 if clock.real_now() > began + ABSENT_FOR:
-                    raise unreadable(keys[0], self.session.database) from error
-                if not self.create(keys, until) and clock.real_now() > began + wait:
+                    raise unusable(keys[0], self.session.database) from error
+                retries = isinstance(error, ChangedError) or self.create(keys, until)
+                if not retries and clock.real_now() > began + wait:
                     raise RowLockedError from error
-            except ChangedError:
-                pass
             except IntegrityError:
                 if not draws or clock.real_now() > began + ABSENT_FOR:
                     raise
@@ -415,7 +414,7 @@ class Store:
         gone = [one for owner, one in rows.items() if owner not in {*shares, *queue}]
         old = {held.claim.owner: held for held in before.shares}
         written = [held for owner, held in shares.items() if held is not old.get(owner)]
-        self._delete_claims([one.pk for one in gone])
+        self._delete_claims(key, [one.pk for one in gone])
         for held in written:
             if held.claim.owner in rows:
                 self._write_share(rows[held.claim.owner], held, before.version)
@@ -436,21 +435,21 @@ class Store:
         key.state = after
         return result
 
-    def _delete_claims(self, ids: list[int]) -> None:
+    def _delete_claims(self, key: Key, ids: list[int]) -> None:
         if not ids:
             return
         if not self.session.engine.idle:
-            if self.delete("{claims}", "id", ids) < len(ids):
-                raise ChangedError
-            return
-        # InnoDB may scan the whole table for a plain DELETE, and wait for a transaction
-        # that pins a claim of another key.
-        mine, parameters = self.session.one_of("id", ids, "row")
-        sql = self.session.sql(self.session.engine.many("{claims}", "", mine))
-        if self.session.execute(sql, parameters).changed < len(ids):
-            if self.claims.filter(pk__in=ids).exists():
+            deleted = self.delete("{claims}", "id", ids)
+        else:
+            # InnoDB may scan the whole table for a plain DELETE, and wait for a
+            # transaction that pins a claim of another key.
+            mine, parameters = self.session.one_of("id", ids, "row")
+            sql = self.session.sql(self.session.engine.many("{claims}", "", mine))
+            deleted = self.session.execute(sql, parameters).changed
+            if deleted < len(ids) and self.claims.filter(pk__in=ids).exists():
                 raise RowLockedError
-            raise ChangedError
+        if deleted < len(ids):
+            raise ChangedError({key.row.pk})
 
     def delete(self, table: str, primary: str, values: Sequence[Any]) -> int:
         """Delete rows within a step, and return their number.
@@ -466,7 +465,7 @@ class Store:
         if held.token > version:
             changes |= {"version": held.token, "begin_time": At(held.since.timestamp())}
         if not self.claims.filter(pk=row.pk).update(**changes):
-            raise ChangedError
+            raise ChangedError({row.key_resource})
 
     def insert_claim(
         self,
@@ -540,7 +539,12 @@ class Store:
         if self.deletes and is_unused(after, key.at):
             self.delete("{locks}", "key_resource", [row.pk])
         elif changes:
-            self.locks.filter(pk=row.pk).update(**changes)
+            self.write_rows([row.pk], changes)
+
+    def write_rows(self, keys: Sequence[str], changes: dict[str, Any]) -> None:
+        """Write the rows of keys that a step has locked. Raise ChangedError."""
+        if self.locks.filter(pk__in=keys).update(**changes) < len(keys):
+            raise ChangedError({*keys})
 
     def create(self, keys: Sequence[str], until: float = clock.FOREVER) -> bool:
         """Create rows as free, in statements that are committed by themselves.

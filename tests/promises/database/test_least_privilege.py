@@ -195,3 +195,27 @@ def test_a_key_that_row_security_hides_is_an_error(process):
             cursor.execute("DROP POLICY of_a_test ON dlocks_resourcelock")
             cursor.execute("ALTER TABLE dlocks_resourcelock DISABLE ROW LEVEL SECURITY")
     assert re.match(r"LockBackendError: .*'stock:7'.* row security", error)
+
+
+def test_a_claim_that_row_security_keeps_is_an_error(process):
+    """No policy lets the role delete a claim whose turn has come."""
+    rows.free("stock:7", version=1000)
+    rows.waits("stock:7")
+    worker = process(APPLICATION)
+    with connection.cursor() as cursor:
+        cursor.execute("ALTER TABLE dlocks_lockclaim ENABLE ROW LEVEL SECURITY")
+        for command in "SELECT", "INSERT", "UPDATE":
+            condition = "WITH CHECK" if command == "INSERT" else "USING"
+            cursor.execute(
+                f"CREATE POLICY of_a_test_{command} ON dlocks_lockclaim FOR {command}"
+                f" {condition} (true)"
+            )
+        try:
+            began = time.monotonic()
+            error = worker.call(error_of_a_try, "stock:7")
+            in_time(time.monotonic() - began, 8.0)
+        finally:
+            for command in "SELECT", "INSERT", "UPDATE":
+                cursor.execute(f"DROP POLICY of_a_test_{command} ON dlocks_lockclaim")
+            cursor.execute("ALTER TABLE dlocks_lockclaim DISABLE ROW LEVEL SECURITY")
+    assert re.match(r"LockBackendError: .*'stock:7'.* row security", error)

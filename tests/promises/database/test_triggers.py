@@ -123,3 +123,45 @@ def test_a_claim_that_a_trigger_refuses_is_an_error(in_other_thread):
     finally:
         with connection.cursor() as cursor:
             cursor.execute(drop)
+
+
+# What skips each change of a lock row, and what drops that again.
+SKIP = {
+    "postgresql": (
+        """
+        CREATE FUNCTION skip_of_a_test() RETURNS trigger LANGUAGE plpgsql AS $$
+        BEGIN
+          RETURN NULL;
+        END $$;
+        CREATE TRIGGER of_a_test BEFORE UPDATE ON dlocks_resourcelock FOR EACH ROW
+          EXECUTE FUNCTION skip_of_a_test()
+        """,
+        "DROP FUNCTION skip_of_a_test CASCADE",
+    ),
+    "sqlite": (
+        """
+        CREATE TRIGGER of_a_test BEFORE UPDATE ON dlocks_resourcelock
+        BEGIN SELECT RAISE(IGNORE); END
+        """,
+        "DROP TRIGGER of_a_test",
+    ),
+}
+
+
+@pytest.mark.engine("postgresql", "sqlite")
+@pytest.mark.django_db(transaction=True)
+def test_a_row_that_a_trigger_keeps_unchanged_grants_nothing():
+    """Otherwise a second caller would find it free as well."""
+    create, drop = SKIP[connection.vendor]
+    locks = db_lock("stock:7"), db_rwlock("stock:7").read(), db_lock("a", "b")
+    for key in "stock:7", "a", "b":
+        db_lock(key).acquire().release()
+    with connection.cursor() as cursor:
+        cursor.execute(create)
+    try:
+        for lock in locks:
+            with pytest.raises(LockBackendError, match="trigger"):
+                lock.try_acquire()
+    finally:
+        with connection.cursor() as cursor:
+            cursor.execute(drop)
