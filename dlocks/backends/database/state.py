@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from dlocks.backends import table as rules
+from dlocks.backends.database.failures import not_installed
 from dlocks.backends.table import KeyState, Moment
 from dlocks.values import Claim, Grant, Ticket
 
@@ -67,6 +68,15 @@ class Key:
         if self.is_reserved_for(claim):
             return RESERVED
         return rules.ticket(self.state, claim, self.at)
+
+
+def models() -> Any:
+    """Return the module of the models, or raise ImproperlyConfigured."""
+    try:
+        from dlocks import models
+    except RuntimeError as error:
+        raise not_installed() from error
+    return models
 
 
 def batches(values: Sequence[T]) -> Iterator[Sequence[T]]:

@@ -19,7 +19,7 @@ from django.db.models import CharField, Func, Value
 from dlocks.backends import table as rules
 from dlocks.backends.base import HEARTBEAT_TIMEOUT, UnstorableKeyError
 from dlocks.backends.database.expiry import Observations
-from dlocks.backends.database.failures import not_installed, unusable
+from dlocks.backends.database.failures import unusable
 from dlocks.backends.database.notify import Notifications
 from dlocks.backends.database.session import RowLockedError, Session, StepError
 from dlocks.backends.database.state import (
@@ -29,6 +29,7 @@ from dlocks.backends.database.state import (
     batches,
     claim_of,
     is_unused,
+    models,
     to_text,
 )
 from dlocks.backends.table import Held, KeyState, Moment, Waiting
@@ -89,11 +90,11 @@ class Store:
 
     @property
     def locks(self) -> Any:
-        return _models()[0].objects.using(self.session.database)
+        return models().ResourceLock.objects.using(self.session.database)
 
     @property
     def claims(self) -> Any:
-        return _models()[1].objects.using(self.session.database)
+        return models().LockClaim.objects.using(self.session.database)
 
     def outside(self, function: Callable[[], Any]) -> Any:
         """Call a function outside of the caller's transaction, unless that is alone."""
@@ -297,8 +298,11 @@ class Store:
                 keys = sorted(error.args[0])
                 if clock.real_now() > began + ABSENT_FOR:
                     raise unusable(keys[0], self.session.database) from error
-                retries = isinstance(error, ChangedError) or self.create(keys, until)
-                if not retries and clock.real_now() > began + wait:
+                if isinstance(error, ChangedError):
+                    if self.session.in_transaction:
+                        # Another try may read the same snapshot.
+                        raise RowLockedError from error
+                elif not self.create(keys, until) and clock.real_now() > began + wait:
                     raise RowLockedError from error
             except IntegrityError:
                 if not draws or clock.real_now() > began + ABSENT_FOR:
@@ -342,6 +346,12 @@ class Store:
             raise AbsentError({*keys} - {row.pk for row in locked})
         # A second statement, since the first one may have waited for a row.
         claims = self._claims_of(keys)
+        if session.is_nested and session.engine.idle:
+            # On InnoDB, the snapshot of the caller's transaction may be older than the
+            # last grant, which has changed the version.
+            seen = dict(self.locks.filter(pk__in=keys).values_list("pk", "version"))
+            if any(seen.get(row.pk) != row.version for row in locked):
+                raise RowLockedError
         return [
             self._without_kept(self._key(row, claims[row.pk], asked_at, mine))
             for row in locked
@@ -474,7 +484,7 @@ class Store:
         position: int | None = None,
         held: Held | None = None,
     ) -> Any:
-        row = _models()[1](
+        row = models().LockClaim(
             id=position,
             key_resource=claim.key,
             begin_time=Now(),
@@ -588,11 +598,3 @@ class Store:
             False,
             nested=session.in_transaction,
         )
-
-
-def _models() -> tuple[Any, Any]:
-    try:
-        from dlocks.models import LockClaim, ResourceLock
-    except RuntimeError as error:
-        raise not_installed() from error
-    return ResourceLock, LockClaim

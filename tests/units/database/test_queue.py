@@ -388,3 +388,27 @@ def test_a_claim_that_is_granted_while_it_is_cancelled_is_released(
     successor = claim()
     assert backend.acquire(successor)
     assert backend.release(successor)
+
+
+@pytest.mark.engine("mariadb", "mysql")
+@for_each("level", ["REPEATABLE READ", "READ COMMITTED"])
+def test_a_release_by_force_admits_no_writer_beside_a_later_reader(
+    level, in_other_thread
+):
+    """The transaction of the operator's request may not show that reader."""
+    backend = backends["default"]
+    first, writer = claim(shared=True), claim()
+    later = claim(shared=True, fair=False)
+    token = backend.acquire(first).token
+    assert backend.enqueue(writer).position
+    with jobs.isolated(level), transaction.atomic():
+        assert LockClaim.objects.count() == 2
+        assert in_other_thread(backend.acquire, later)
+        ended = backend.maintenance.end_share("stock:7", token)
+    assert ended == (level == "READ COMMITTED")
+    assert backend.renew([later])
+    assert not backend.poll([writer])[writer.owner].grant
+    assert backend.release(first) == (not ended)
+    assert backend.release(later)
+    assert backend.poll([writer])[writer.owner].grant
+    assert backend.release(writer)
