@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 # Seconds for which a step waits for a row that another step has locked.
 ROW_WAIT = 0.05
-# Seconds for which a step creates a row that others delete, or draws other numbers.
+# Seconds for which a step reads again what others change, or draws other numbers.
 ABSENT_FOR = 2.0
 # Seconds of silence after which a queued claim is deleted, and not only skipped.
 DELETE_AFTER = 10.0
@@ -284,19 +284,20 @@ class Store:
         until: float = clock.FOREVER,
     ) -> T:
         """Call ``work`` in a transaction of its own, again after lost races."""
-        engine = self.session.engine
 
         def attempt(turn: bool) -> T:
             with self.session.transaction():
                 return work(turn)
 
-        began, pause, turn = clock.real_now(), 0.001, False
+        engine, pause, turn = self.session.engine, 0.001, False
+        began, failing_since = clock.real_now(), clock.FOREVER
         while True:
             try:
                 return self.session.run(attempt, turn, flush=flush)
             except (AbsentError, ChangedError) as error:
                 keys = sorted(error.args[0])
-                if clock.real_now() > began + ABSENT_FOR:
+                failing_since = min(failing_since, clock.real_now())
+                if clock.real_now() > failing_since + ABSENT_FOR:
                     raise unusable(keys[0], self.session.database) from error
                 if isinstance(error, ChangedError):
                     if self.session.in_transaction:
@@ -347,8 +348,7 @@ class Store:
         # A second statement, since the first one may have waited for a row.
         claims = self._claims_of(keys)
         if session.is_nested and session.engine.idle:
-            # On InnoDB, the snapshot of the caller's transaction may be older than the
-            # last grant, which has changed the version.
+            # On InnoDB, the caller's snapshot may be older than the last grant.
             seen = dict(self.locks.filter(pk__in=keys).values_list("pk", "version"))
             if any(seen.get(row.pk) != row.version for row in locked):
                 raise RowLockedError
