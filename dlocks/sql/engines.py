@@ -102,6 +102,8 @@ class Engine:
     tell_first: str = ""
     # The settings by which a session is ended that idles in a transaction.
     idle: tuple[str, ...] = ()
+    # The setting by which the reads of the next transaction lock nothing.
+    plain_reads: str = ""
     # Codes of errors: a row is locked, the statement lost a race, the server has rolled
     # back the transaction, the session may only read, the user has no right, the
     # connection cannot be used any more.
@@ -330,6 +332,10 @@ def _picked(verb: str, of: str) -> str:
     )
 
 
+# At SERIALIZABLE, a SELECT in a transaction waits for rows that others have locked.
+# Without a scope, this is for the next transaction alone. It is not READ COMMITTED,
+# where a server whose binary log has statements refuses to write.
+PLAIN_READS = "@@{0} = IF(@@{0} = 'SERIALIZABLE', 'REPEATABLE-READ', @@{0})"
 # With sql_safe_updates, MariaDB refuses to write a table that is joined to a subquery
 # (error 1175), even if the rows are found by the primary key.
 SAFELY = "SET STATEMENT sql_safe_updates = 0 FOR "
@@ -439,6 +445,7 @@ ENGINES: dict[str, Engine] = {
         ),
         # In a transaction, these come before wait_timeout.
         idle=("idle_readonly_transaction_timeout", "idle_write_transaction_timeout"),
+        plain_reads=PLAIN_READS.format("tx_isolation"),
         in_turn=" FOR UPDATE WAIT 1",
         compound=True,
     ),
@@ -464,6 +471,7 @@ ENGINES: dict[str, Engine] = {
         isolation="SELECT @@transaction_isolation",
         fresh="@@transaction_isolation = 'READ-COMMITTED'",
         idle=("wait_timeout",),
+        plain_reads=PLAIN_READS.format("transaction_isolation"),
     ),
     "sqlite": Engine(
         vendor="sqlite",

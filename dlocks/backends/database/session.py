@@ -396,11 +396,11 @@ class Session:
             # On PostgreSQL, the statement that locks the row sets this.
             yield
             return
-        limits = (
+        limits = [
             f"@dlocks_{one} = @@SESSION.{one}, SESSION {one} = 2" for one in names
-        )
+        ]
         usual = (f"SESSION {one} = @dlocks_{one}" for one in names)
-        self.execute(f"SET {', '.join(limits)}", {})
+        self.execute(f"SET {', '.join([self.engine.plain_reads, *limits])}", {})
         session = connection.connection
         try:
             yield

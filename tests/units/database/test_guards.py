@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 
 import pytest
-from django.db import connection
+from django.db import connection, transaction
 from django.utils import timezone
 
 from dlocks import LockBackendError, db_lock, db_rwlock
@@ -94,6 +94,34 @@ def test_a_guarded_shared_hold_blocks_no_work_on_other_claims(level, workers):
                 backend.maintenance.take_out("stock", place) for place in places
             ] == [True] * 3
             assert not backend.maintenance.end_share("stock", token)
+
+
+@EVERY_SERVER
+@for_each("level", ["READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE"])
+def test_a_try_does_not_wait_for_a_guarded_share(level, workers):
+    """Its statements read that share. The level of its session stays as it is."""
+    (holder,) = workers(1)
+    holder.start(jobs.share_under_guard, "stock")
+    assert holder.hear()
+    with jobs.isolated(level):
+        began, book = time.monotonic(), db_rwlock("stock")
+        assert book.write().try_acquire() is None
+        book.read().try_acquire().release()
+        in_time(time.monotonic() - began, 4.0)
+        with transaction.atomic(), connection.cursor() as cursor:
+            ResourceLock.objects.select_for_update().get()
+            if connection.vendor == "mysql":
+                # The server refreshes this table ten times a second.
+                time.sleep(0.2)
+                cursor.execute(
+                    "SELECT trx_isolation_level FROM information_schema.innodb_trx"
+                    " WHERE trx_mysql_thread_id = CONNECTION_ID()"
+                )
+            else:
+                cursor.execute("SELECT upper(current_setting('transaction_isolation'))")
+            assert cursor.fetchone() == (level,)
+    holder.tell()
+    assert holder.hear() == "ended"
 
 
 @SERVERS
