@@ -17,6 +17,7 @@ from dlocks.backends.base import Backend, Inspector
 from dlocks.backends.notifiers import Notifier
 from dlocks.backends.table import KeyState, Moment
 from dlocks.runtime import clock
+from dlocks.runtime.process import each_in_child
 from dlocks.runtime.threads import Flag, new_mutex
 from dlocks.values import Claim, Grant, Holder, Ticket, Waiter
 
@@ -40,9 +41,13 @@ class MemoryBackend(Backend):
         super().__init__(alias, **options)
         self.time: Callable[[], float] = clock.now
         self.inspector = MemoryInspector(self)
+        self._positions = itertools.count(1)
+        self._reset()
+        _all.add(self)
+
+    def _reset(self) -> None:
         self._states: dict[str, KeyState] = {}
         self._mutex = new_mutex()
-        self._positions = itertools.count(1)
         self._changed = Flag()
 
     def acquire(self, claim: Claim) -> Grant | None:
@@ -122,6 +127,10 @@ class MemoryBackend(Backend):
         if len(after.queue) < len(before.queue):
             self._changed.set()
         return result
+
+
+# The locks of a child are its own, and a thread of the parent may have held the mutex.
+_all = each_in_child(MemoryBackend._reset)
 
 
 class MemoryNotifier(Notifier):

@@ -266,6 +266,53 @@ def test_a_child_can_use_locks_that_were_first_used_during_the_fork(using, doome
     assert process.call(fork_during_the_first_use, using) == ("True", True)
 
 
+class SteppingBackend(import_string("dlocks.backends.memory.MemoryBackend")):
+    """A backend that changes a key until the fork, in a thread of the parent."""
+
+    begun = threading.Event()
+    forked = threading.Event()
+
+    def __init__(self, alias, **options):
+        super().__init__(alias, **options)
+        usual = self.time
+
+        def read_slowly():
+            if threading.current_thread().name == "stepping":
+                self.begun.set()
+                self.forked.wait(60)
+            return usual()
+
+        self.time = read_slowly
+
+
+def fork_during_a_step(pipe):
+    """Return what a child sees that was forked while a thread changed a key."""
+
+    def child():
+        # A child that hangs would make the parent wait.
+        signal.alarm(20)
+        with db_lock("other", using="stepping") as hold:
+            return hold.held, db_lock("held", using="stepping").locked()
+
+    with db_lock("held", using="stepping"):
+        take = db_lock("stock:7", using="stepping").acquire
+        thread = threading.Thread(target=lambda: take().release(), name="stepping")
+        thread.start()
+        assert SteppingBackend.begun.wait(30)
+        answer = in_child(child)
+        SteppingBackend.forked.set()
+        thread.join(30)
+    return answer
+
+
+@pytest.mark.front
+def test_a_child_has_locks_in_memory_of_its_own(doomed):
+    """They exclude the threads and tasks of one process."""
+    aliases = {"stepping": {"BACKEND": "tests.promises.test_forks.SteppingBackend"}}
+    process = doomed(DLOCKS_TEST_ALIASES=json.dumps(aliases))
+    assert process.call(fork_during_a_step) == "(True, False)"
+
+
 ENDINGS = """
 import os, sys
 from django.db import connection
