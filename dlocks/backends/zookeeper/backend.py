@@ -398,15 +398,17 @@ class ZooKeeperBackend(Backend):
         with self.claims.mutex:
             self.claims.entries[entry.claim.owner] = entry
             self.claims.maintain_from()
-        node_queue = self.ensemble.retry(lambda _: self.nodes.add(entry), timeout)
-        self._see([entry], timeout, {entry.parent: node_queue} if node_queue else None)
+        try:
+            queue = self.ensemble.retry(lambda _: self.nodes.add(entry), timeout)
+            self._see([entry], timeout, {entry.parent: queue} if queue else None)
+        finally:
+            if entry.gone:
+                # The node may have been created in the next session.
+                self._orphan(entry)
         if entry.token is None:
             self.claims.contended.add(entry.claim.key)
         else:
             self.claims.contended.discard(entry.claim.key)
-        if entry.gone:
-            # The node may have been created in the next session.
-            self._orphan(entry)
         return not entry.gone
 
     def _held(self, claim: Claim) -> Entry | None:

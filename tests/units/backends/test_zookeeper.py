@@ -147,6 +147,39 @@ def test_a_cancelled_claim_on_silent_servers_leaves_no_node(
     assert nodes() == ["other"]
 
 
+def test_a_session_that_ends_during_a_request_leaves_no_node(
+    backend, nodes, until, monkeypatch
+):
+    """The node is created in the next session, and the reply to that is lost."""
+    send = backend.ensemble.send
+
+    def send_in_next_session(*requests, **options):
+        if requests[0][0] != "create":
+            return send(*requests, **options)
+        backend._session_ended()
+        send(*requests, timeout=20.0)
+        sent = clock.real_now()
+        until(lambda: clock.real_now() > sent + backend.ensemble.timeout)
+        raise backend.ensemble._unanswered(None) from ConnectionLoss()
+
+    first, mine = claim(), claim()
+    # Now the root exists.
+    assert backend.acquire(first)
+    assert backend.release(first)
+    with monkeypatch.context() as patched:
+        patched.setattr(backend.ensemble, "timeout", 0.5)
+        patched.setattr(backend.ensemble, "send", send_in_next_session)
+        with pytest.raises(LockBackendError):
+            backend.acquire(mine)
+    assert len(nodes()) == 1
+    # The session does not end as long as the process uses it.
+    other = claim("another")
+    assert backend.acquire(other)
+    backend.release(mine)
+    until(lambda: nodes() == [])
+    assert backend.release(other)
+
+
 def test_a_busy_key_is_no_error_when_the_server_then_leaves(
     backend, nodes, until, monkeypatch
 ):
