@@ -174,13 +174,16 @@ class Session:
     def free(self, lock: Lock) -> bool:
         """Release a lock, and return whether the session had it."""
         name, shared = lock
-        for _ in range(5):
+        cancelled = 0
+        while cancelled < 5:
             was_doubted = lock in self.doubted
             self.doubted.add(lock)
             row = self.ask("free shared" if shared else "free", name)
             # An administrator may cancel any statement. A doubted lock is released
             # until the server says that the session does not have it.
-            if row is not None and not (row[0] and was_doubted):
+            if row is None:
+                cancelled += 1
+            elif not (row[0] and was_doubted):
                 self.doubted.discard(lock)
                 return bool(row[0]) or was_doubted
         raise SessionDiedError("the release of a lock was cancelled")

@@ -149,6 +149,19 @@ def test_readers_share_and_writers_do_not(
 
 
 @POSTGRESQL
+def test_a_writer_that_reads_many_times_ends_no_other_hold(elsewhere):
+    """Each read lock is a hold of its own, and the last one releases the key."""
+    both = db_rwlock("stock:7", using="session", reentrant=False)
+    with lock("another") as other:
+        with both.write():
+            reads = [both.read().acquire() for _ in range(6)]
+            for read in reads:
+                read.release()
+        other.check()
+        assert elsewhere.call(jobs.try_once, "stock:7", using="session")
+
+
+@POSTGRESQL
 def test_many_readers_that_waited_for_a_writer_read_together(shelf, threads):
     """They are more readers than the process has sessions for waiters."""
     number = 18
