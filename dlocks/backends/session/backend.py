@@ -179,12 +179,14 @@ class SessionBackend(Backend):
             return
         entry, session = held
         try:
-            session.allow_idle(claim.ttl + self.grace)
+            with session.mutex:
+                session.allow_idle(claim.ttl + self.grace)
+                with self.claims.mutex:
+                    entry.claim = replace(entry.claim, ttl=claim.ttl)
+                    entry.ends_at = min(entry.ends_at, clock.now() + claim.ttl)
+                self.sessions.limit_idle(session)
         except SessionDiedError as error:
             self.sessions.close(session, error)
-        with self.claims.mutex:
-            entry.claim = replace(entry.claim, ttl=claim.ttl)
-            entry.ends_at = min(entry.ends_at, clock.now() + claim.ttl)
 
     def verify(self, claims: Sequence[Claim], count: int | None = None) -> bool:
         claim = claims[0]

@@ -148,7 +148,7 @@ class PostgreSQLSession(Session):
             if "DO $$" not in sql:
                 cursor = Cursor(connection)
                 cursor.execute(sql, values, prepare=isinstance(values, dict))
-                return cursor.fetchone() if cursor.description else None
+                return cursor.fetchone() if cursor.description else ()
             # The server takes no parameters here. The third statement has a row.
             values = {**values, "slice": round(self.slice * 1000)}
             block = ClientCursor(connection).execute(sql, values)

@@ -119,7 +119,7 @@ class EngineQueue:
                 if not session.identity:
                     continue
                 row = self._sessions.ask("cancel", session.identity)
-                if row is None or row[0] != 0:
+                if not row or row[0] != 0:
                     continue
                 raise SessionDiedError("the server no longer knows it")
             if cancelled > entry.interrupted:

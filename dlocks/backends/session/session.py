@@ -108,7 +108,7 @@ class Session:
     def ask(self, statement: str, value: object = 0, comment: str = "") -> Row | None:
         """Send a statement, and return the first row of its reply.
 
-        The row is None if the statement was cancelled.
+        It is None if the statement was cancelled, and empty if it returns no rows.
         """
         with self.mutex:
             if self.is_asking:
@@ -191,14 +191,28 @@ class Session:
     def first_row(self, sql: str, values: Any = None) -> Any:
         with self.wrapper.cursor() as cursor:
             cursor.execute(sql, values)
-            return cursor.fetchone() if cursor.description else None
+            return cursor.fetchone() if cursor.description else ()
 
     def allow_idle(self, seconds: float) -> None:
         """Ensure that the server does not end the session within ``seconds``."""
         with self.mutex:
             if self.idle < seconds:
-                self.ask("idle", self.idle_setting(seconds))
+                self._set_idle(seconds)
                 self.idle = seconds
+
+    def limit_idle(self, seconds: float) -> None:
+        """Let the server end the session after ``seconds`` without a statement."""
+        with self.mutex:
+            if self.idle > seconds:
+                # First, because the reply may be lost.
+                self.idle = seconds
+                self._set_idle(seconds)
+
+    def _set_idle(self, seconds: float) -> None:
+        if self.ask("idle", self.idle_setting(seconds)) is None:
+            raise LockBackendError(
+                f"A lock request to database {self.database!r} was cancelled."
+            )
 
     def idle_setting(self, seconds: float) -> int:
         return math.ceil(min(seconds, LONGEST_IDLE) * self.idle_unit)

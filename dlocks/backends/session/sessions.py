@@ -7,7 +7,8 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from functools import partial
 from typing import NamedTuple, TypeVar
 
@@ -258,8 +259,23 @@ class Sessions:
                     entry.was_held = self._free(entry, session)
                 with self._claims.mutex:
                     self._claims.forget(entry)
+                self.limit_idle(session)
         except SessionDiedError as error:
             self.close(session, error)
+
+    def limit_idle(self, session: Session) -> None:
+        """Let the server end a session as soon as its claims allow.
+
+        The caller has the turn to send requests.
+        """
+        usual, grace = self._backend.ttl, self._backend.grace
+        if session.idle <= usual + grace:
+            return
+        with self._claims.mutex:
+            ttls = [one.claim.ttl for at in session.at.values() for one in at]
+        # What the caller has done is done, whether this succeeds or not.
+        with suppress(LockBackendError):
+            session.limit_idle(max([usual, *ttls]) + grace)
 
     def _free(self, entry: Entry, session: Session) -> bool:
         """Release the lock of a claim, and return whether the session had it."""

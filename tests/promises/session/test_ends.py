@@ -54,8 +54,12 @@ def test_a_killed_holders_key_goes_to_the_waiter(doomed, elsewhere, in_queue):
 
 @SERVERS
 def test_a_stopped_holder_loses_its_session_after_its_ttl(doomed, elsewhere):
-    """The server ends a session that sends nothing for the ttl of its holds."""
+    """The server ends a session that sends nothing for the ttl of its holds.
+
+    An earlier hold with a longer ttl makes no difference.
+    """
     worker = doomed(DLOCKS_TEST_SESSION_TTL="2")
+    assert worker.call(jobs.try_once, "another", using="session", ttl=300)
     worker.call(jobs.acquire, "stock:7", using="session")
     worker.stop()
     stopped = time.monotonic()

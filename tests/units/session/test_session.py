@@ -30,6 +30,17 @@ SLEEPING = {
     " 'SELECT IF(SLEEP%'",
 }
 
+# A statement that is cancelled, and one that returns the idle timeout in seconds.
+CANCELLED = {
+    "postgresql": "SELECT pg_cancel_backend(pg_backend_pid()), pg_sleep(10)",
+    "mysql": "KILL QUERY CONNECTION_ID()",
+}
+IDLE_TIMEOUT = {
+    "postgresql": "SELECT extract(epoch FROM current_setting("
+    "'idle_session_timeout')::interval)",
+    "mysql": "SELECT @@SESSION.wait_timeout",
+}
+
 
 def claim(key="stock:7", **options):
     return Claim(key=key, **{"ttl": 30.0, "holder": "session", **options})
@@ -343,11 +354,7 @@ def test_a_cancelled_release_is_repeated(monkeypatch, backend, is_free):
     def cancelled(sql, values):
         assert sql == session.statements["free"]
         monkeypatch.undo()
-        return first_row(
-            "SELECT pg_cancel_backend(pg_backend_pid()), pg_sleep(10)"
-            if connection.vendor == "postgresql"
-            else "KILL QUERY CONNECTION_ID()"
-        )
+        return first_row(CANCELLED[connection.vendor])
 
     monkeypatch.setattr(session, "first_row", cancelled)
     hold.release()
@@ -379,3 +386,23 @@ def test_a_timeout_does_not_cancel_an_unrelated_statement(
     backend.release(waiting)
     client.hear()
     holder.release()
+
+
+@SERVERS
+def test_a_cancelled_setting_is_not_taken_for_granted(monkeypatch, backend):
+    """The server would end the session of a paused process before its lease ends."""
+    assert backend.acquire(claim("another"))
+    session, long = backend.sessions.main, claim(ttl=300.0)
+    first_row = session.first_row
+
+    def cancelled(sql, values):
+        assert sql == session.statements["idle"]
+        monkeypatch.undo()
+        return first_row(CANCELLED[connection.vendor])
+
+    monkeypatch.setattr(session, "first_row", cancelled)
+    with pytest.raises(LockBackendError, match="cancelled"):
+        backend.acquire(long)
+    assert backend.acquire(long)
+    (seconds,) = session.first_row(IDLE_TIMEOUT[connection.vendor])
+    assert seconds >= long.ttl
