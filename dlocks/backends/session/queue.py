@@ -98,19 +98,21 @@ class EngineQueue:
         with self._claims.mutex:
             entry.leaving = True
             session = entry.session if entry.waiting else None
+            # Another thread may release it first, and the session then has another one.
+            over = Latch() if session is None else session.wait_over
         if session is not None and session in self._sessions.for_waiters:
-            self._cancel(entry, session)
+            self._cancel(entry, session, over)
         else:
             self._sessions.release(entry)
         self.advance()
         return entry.was_held
 
-    def _cancel(self, entry: Entry, session: Session) -> None:
+    def _cancel(self, entry: Entry, session: Session, over: Latch) -> None:
         """End the wait of a claim that is leaving."""
         cancelled = 0
         try:
             while True:
-                if session.wait_over.wait(CANCEL_EVERY if cancelled else 0):
+                if over.wait(CANCEL_EVERY if cancelled else 0):
                     break
                 if cancelled * CANCEL_EVERY >= CANCEL_TIMEOUT:
                     raise SessionDiedError("it did not react to a cancellation")

@@ -406,3 +406,35 @@ def test_a_cancelled_setting_is_not_taken_for_granted(monkeypatch, backend):
     assert backend.acquire(long)
     (seconds,) = session.first_row(IDLE_TIMEOUT[connection.vendor])
     assert seconds >= long.ttl
+
+
+@POSTGRESQL
+def test_a_cancellation_does_not_hit_the_next_waiter(
+    at_statement, monkeypatch, backend, in_other_thread, in_queue, until
+):
+    """The maintenance thread may be first to release a claim, and its session."""
+    monkeypatch.setattr(backend.queue, "places", 1)
+    for key in ("stock:7", "another"):
+        in_other_thread(lock(key).acquire)
+    late, next_one = claim(), claim("another")
+    backend.enqueue(late)
+    in_queue(1)
+    entry, ask, cancelled = backend.claims.entries[late.owner], backend.sessions.ask, []
+    session = entry.session
+
+    def count(statement, value):
+        cancelled.extend([value] * (statement == "cancel"))
+        return ask(statement, value)
+
+    def release_first():
+        until(session.wait_over.is_set)
+        backend._end(entry)
+        backend.enqueue(next_one)
+        until(lambda: backend.claims.entries[next_one.owner].session is session)
+        in_queue(1, "another")
+
+    monkeypatch.setattr(backend.sessions, "ask", count)
+    at_statement("cancel", after=release_first)
+    assert not backend.release(late)
+    assert len(cancelled) == 1
+    assert backend.claims.entries[next_one.owner].session is session
