@@ -119,8 +119,7 @@ class Session:
                 self.is_asking = True
                 if self.wrapper is None and not self.dead:
                     self.connect()
-                if self.dead:
-                    raise SessionDiedError("it was closed")
+                self.refuse_if_dead()
                 if self.is_unread:
                     self.read_rest()
                 sent = clock.now()
@@ -274,6 +273,10 @@ class Session:
                 " to two connections at a time, although OPTIONS['session_pooling'] is"
                 f" set. Set its pool_mode to session. {solutions}"
             )
+
+    def refuse_if_dead(self) -> None:
+        if self.dead:
+            raise SessionDiedError("it was closed")
 
     def end(self) -> None:
         """End the session, from any thread.

@@ -175,8 +175,7 @@ class Sessions:
         The claim is a new one, or the first waiter of its key.
         """
         with self._claims.mutex:
-            if session.dead:
-                raise SessionDiedError("it was closed")
+            session.refuse_if_dead()
             if not self._claims.admits(entry, session):
                 return False
             self._claims.entries[entry.claim.owner] = entry
@@ -190,6 +189,9 @@ class Sessions:
         finally:
             with self._claims.mutex:
                 self._settle(entry, session)
+        if entry.token is None and not entry.leaving:
+            # Another thread may have noticed its end. Then the key may be free.
+            session.refuse_if_dead()
         return entry.token is not None
 
     def _settle(self, entry: Entry, session: Session) -> None:
@@ -234,7 +236,7 @@ class Sessions:
                     session.doubted.add(entry.lock)
                 else:
                     statement += " again"
-            grant = partial(self._grant, entry)
+            grant = partial(self._grant, entry, session)
             row = session.request(statement, entry.lock, comment, grant)
             if row is not None and (row[0] is not None or not waits):
                 return False
@@ -242,9 +244,11 @@ class Sessions:
             self._free(entry, session)
             return True
 
-    def _grant(self, entry: Entry, token: int) -> None:
+    def _grant(self, entry: Entry, session: Session, token: int) -> None:
         with self._claims.mutex:
-            self._claims.granted(entry, token)
+            # Otherwise the session was closed, and its locks are gone.
+            if entry.session is session:
+                self._claims.granted(entry, token)
 
     def release(self, entry: Entry) -> None:
         """Release the key of a claim. Another thread may do so at the same time."""

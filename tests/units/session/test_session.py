@@ -438,3 +438,30 @@ def test_a_cancellation_does_not_hit_the_next_waiter(
     assert not backend.release(late)
     assert len(cancelled) == 1
     assert backend.claims.entries[next_one.owner].session is session
+
+
+# Sessions that end while others use them.
+
+
+@SERVERS
+@pytest.mark.parametrize("moment", ["before its request", "after its request"])
+def test_a_key_is_not_busy_because_a_session_has_ended(
+    moment, at_statement, backend, threads, until
+):
+    """Another thread notices the end while this one uses the session."""
+    other = claim("another")
+    assert backend.acquire(other)
+    main = backend.sessions.main
+    if moment == "after its request":
+        at_statement("try", after=lambda: backend.sessions.close(main))
+        trying = threads(lambda: lock(timeout=0).acquire())
+    else:
+        with main.mutex:
+            trying = threads(lambda: lock(timeout=0).acquire())
+            until(lambda: backend.sessions.name("stock:7") in main.at)
+            backend.sessions.close(main)
+    trying.join(30)
+    (hold,) = trying.results
+    hold.check()
+    hold.release()
+    assert not backend.claims.entries
