@@ -201,6 +201,9 @@ class EngineQueue:
                         self._idle -= 1
                         next(one for one in self._threads if one.is_current).end()
                         return
+                    # The work came just now. It is not that of the next pause.
+                    with suppress(Empty):
+                        self._work.get_nowait()
 
     def _wait(self, entry: Entry, session: Session) -> None:
         try:
