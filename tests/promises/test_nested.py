@@ -5,7 +5,6 @@ It comes from a signal handler, or from a ``__del__()`` called by the garbage co
 
 from __future__ import annotations
 
-import gc
 import random
 import signal
 import threading
@@ -15,6 +14,7 @@ import pytest
 from django.db import connection
 
 from dlocks import LockBackendError, db_lock, db_semaphore
+from tests.finalizers import by_finalizer
 from tests.for_each import for_each
 from tests.volume import volume
 
@@ -63,23 +63,6 @@ def by_signal():
 
     yield by
     signal.signal(signal.SIGUSR1, before)
-
-
-def by_finalizer(function):
-    """Return a function that lets the garbage collector call a ``__del__()``."""
-
-    class Garbage:
-        def __init__(self):
-            self.cycle = self
-
-        def __del__(self):
-            function()
-
-    def strike():
-        Garbage()
-        gc.collect()
-
-    return strike
 
 
 def is_free(*keys, using):

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from queue import Empty, SimpleQueue
 
 from dlocks.backends.notifiers import Notifier
@@ -15,6 +16,7 @@ from dlocks.backends.session.session import Session, SessionDiedError
 from dlocks.backends.session.sessions import Sessions
 from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
+from dlocks.runtime.requests import request
 from dlocks.runtime.threads import BackgroundThread, Latch, PythonIsExitingError
 from dlocks.values import Claim, Grant, Ticket
 
@@ -58,7 +60,9 @@ class EngineQueue:
         self._refused_at = -REFUSED_FOR
         self.notifier: Notifier | None = None
         self._threads = [
-            BackgroundThread("dlocks-session-waiter", self._serve)
+            # A finalizer that strikes in these threads finds the tables half changed.
+            # So its requests are refused.
+            BackgroundThread("dlocks-session-waiter", partial(request, self._serve))
             for _ in range(places)
         ]
         self._idle = 0

@@ -41,6 +41,7 @@ from dlocks.backends.zookeeper.nodes import Entry, NodeClaims, NodeQueue, Nodes
 from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
 from dlocks.runtime.process import each_in_child
+from dlocks.runtime.requests import request
 from dlocks.values import Claim, Grant, Holder, Ticket, seconds
 
 logger = logging.getLogger("dlocks")
@@ -489,8 +490,9 @@ class ZooKeeperBackend(Backend):
     # The maintenance thread.
 
     def _maintain(self) -> None:
-        # No reference of a pass keeps an object alive during the pause.
-        while (pause := self._maintain_once()) is not None:
+        # No reference of a pass keeps an object alive during the pause. A finalizer that
+        # strikes in a pass finds the tables half changed, so its requests are refused.
+        while (pause := request(self._maintain_once)) is not None:
             self.claims.wakeup.wait(pause)
 
     def _maintain_once(self) -> float | None:

@@ -19,6 +19,7 @@ from kazoo.security import CREATOR_ALL_ACL, OPEN_ACL_UNSAFE
 
 from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
+from dlocks.runtime.requests import request
 
 T = TypeVar("T")
 
@@ -246,7 +247,9 @@ class Ensemble:
                 if client is not self._client:
                     return
                 self._end_session()
-            self.on_lost()
+            # A finalizer that strikes here finds the tables half changed, so its
+            # requests are refused.
+            request(self.on_lost)
 
     def _unanswered(self, error: BaseException | None) -> LockBackendError:
         return LockBackendError(f"{self} did not answer: {_said(error)}.")

@@ -13,6 +13,7 @@ import pytest
 from kazoo.exceptions import ConnectionLoss
 
 from dlocks import LockBackendError, LockLost, db_lock
+from tests.finalizers import by_finalizer
 from tests.internals import (
     ZooKeeperBackend,
     backends,
@@ -229,6 +230,29 @@ def test_a_key_is_not_granted_without_a_remaining_lease(backend, nodes, monkeypa
             assert (ticket.grant, ticket.must_retry) == (None, True)
     assert backend.acquire(mine).lease > 0
     assert backend.release(mine)
+
+
+def test_a_finalizer_in_a_thread_of_the_backend_is_refused(backend, monkeypatch, until):
+    """The garbage collector may call it while this thread changes the tables."""
+    answers, entries = [], backend.claims.all
+
+    def inner():
+        try:
+            answers.append(lock("another", timeout=0).try_acquire())
+        except LockBackendError as error:
+            answers.append(str(error))
+
+    strike = by_finalizer(inner)
+
+    def all_entries():
+        if threading.current_thread().name == "dlocks-zookeeper" and not answers:
+            strike()
+        return entries()
+
+    monkeypatch.setattr(backend.claims, "all", all_entries)
+    with lock():
+        until(lambda: answers)
+    assert "__del__" in answers[0]
 
 
 # Leases that expire meanwhile.

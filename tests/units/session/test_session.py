@@ -12,6 +12,7 @@ from django.db import connection
 
 from dlocks import LockBackendError
 from tests import jobs
+from tests.finalizers import by_finalizer
 from tests.internals import Claim, SessionBackend, backends, disconnect
 from tests.promises.session.server import POSTGRESQL, SERVERS, lock
 from tests.timing import eventually
@@ -501,3 +502,42 @@ def test_work_at_the_end_of_a_pause_is_done_once(
         until(lambda: backend.queue._idle == 1)
     assert not work.is_late
     holder.release()
+
+
+@SERVERS
+@pytest.mark.parametrize("name", ["dlocks-session-waiter", "dlocks-sessions"])
+def test_a_finalizer_in_a_thread_of_the_backend_is_refused(
+    name, monkeypatch, backend, in_other_thread, threads, in_queue
+):
+    """The garbage collector may call it while this thread changes the tables."""
+    answers, sessions = [], backend.sessions.all
+
+    def inner():
+        try:
+            answers.append(lock("another", timeout=0).try_acquire())
+        except LockBackendError as error:
+            answers.append(str(error))
+
+    strike = by_finalizer(inner)
+
+    def collect():
+        if threading.current_thread().name == name and not answers:
+            strike()
+
+    def all_sessions():
+        collect()
+        return sessions()
+
+    def without_session():
+        collect()
+        return waiting()
+
+    waiting = backend.claims.without_session
+    monkeypatch.setattr(backend.sessions, "all", all_sessions)
+    monkeypatch.setattr(backend.claims, "without_session", without_session)
+    holder = in_other_thread(lock().acquire)
+    waiter = threads(lambda: lock(timeout=30).acquire().release())
+    in_queue(1)
+    holder.release()
+    waiter.join(30)
+    assert "__del__" in answers[0]

@@ -1,0 +1,23 @@
+"""Finalizers that strike at a given moment."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+
+def by_finalizer(function: Callable[[], object]) -> Callable[[], None]:
+    """Return a function that lets the garbage collector call a ``__del__()``."""
+
+    class Garbage:
+        def __init__(self) -> None:
+            self.cycle = self
+
+        def __del__(self) -> None:
+            function()
+
+    def strike() -> None:
+        Garbage()
+        gc.collect()
+
+    return strike
