@@ -110,6 +110,11 @@ class Claims(LocalClaims[Entry]):
         heads = [entries[0] for entries in self.queued.values()]
         return [entry for entry in heads if entry.session is None]
 
+    def are_awaited(self) -> bool:
+        """Return whether a connected session waits for each key with waiters."""
+        heads = [entries[0].session for entries in self.queued.values()]
+        return all(session is not None and session.identity for session in heads)
+
     def move_back(self, names: Collection[str | int]) -> None:
         """Begin with other keys the next time."""
         self.queued = dict(sorted(self.queued.items(), key=lambda at: at[0] in names))

@@ -246,11 +246,19 @@ class EngineQueue:
         with self._claims.mutex:
             if now < self._polled_at + POLL_EVERY * 0.9:
                 return
-            self._polled_at = now
             heads = self._claims.without_session()
             own = list(one for one in heads if one.claim.owner in owners)
             tried = own[:KEYS_PER_POLL]
+            is_served = bool(tried) or self._claims.are_awaited()
             self._claims.move_back([entry.name for entry in tried])
+        self._try_each(tried, owners)
+        if not is_served:
+            # An unreachable server must not look like a busy key.
+            self._sessions.ask("ping", 0)
+        # Not after an error, which the next poll reports as well.
+        self._polled_at = now
+
+    def _try_each(self, tried: Sequence[Entry], owners: Collection[str]) -> None:
         for entry in tried:
             main = self._sessions.session_for()
             try:
@@ -265,13 +273,14 @@ class EngineQueue:
                     entry = found[0]
             except SessionDiedError as error:
                 self._sessions.close(main, error)
-            except LockBackendError as error:
-                logger.warning("%s", error)
-                return
 
 
 class Grants(Notifier):
     """A notifier whose grants are sent by the threads that wait."""
+
+    def __init__(self) -> None:
+        # Until the waiters of this process listen. They poll at first.
+        self.on_grant = lambda *_: None
 
     def wait(self, timeout: float) -> bool:
         time.sleep(timeout)

@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 from django.db import connection
 
-from dlocks import LeaderElection, LockTimeout
+from dlocks import LeaderElection, LockBackendError, LockTimeout
 from tests import jobs
 from tests.promises.session.server import SERVERS, end_session, lock, query
 from tests.timing import in_time
@@ -169,6 +169,22 @@ def test_a_waiter_with_an_ended_session_queues_again(
         until(lambda: waiting not in sessions())
         in_queue(1)
     until(lambda: waiter.results)
+
+
+@pytest.mark.parametrize("waiters", [1, 2])
+def test_a_wait_for_a_server_that_has_left_is_no_contention(
+    waiters, proxy, elsewhere, threads, until
+):
+    elsewhere.start(jobs.hold, "stock:7", using="session")
+    elsewhere.hear()
+    waiting = [threads(lock(timeout=4).acquire) for _ in range(waiters)]
+    until(lambda: len(lock().waiters()) == waiters)
+    proxy.close()
+    for one in waiting:
+        with pytest.raises(LockBackendError):
+            one.join(30)
+    elsewhere.tell()
+    elsewhere.hear()
 
 
 @pytest.mark.engine("postgresql")
