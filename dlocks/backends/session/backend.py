@@ -161,8 +161,7 @@ class SessionBackend(Backend):
         held = [found for claim in claims if (found := self.claims.held(claim.owner))]
         for claim in claims:
             self._set_ttl(claim)
-        for session in {session for _, session in held}:
-            self.sessions.ping(session)
+        self.sessions.ping_all({session for _, session in held})
         left = {}
         with self.claims.mutex:
             for entry, session in held:
@@ -319,8 +318,7 @@ class SessionBackend(Backend):
             silent = list(one for one in sessions if self._ping_at(one) <= now)
         for entry in over:
             self._end(entry)
-        for session in silent:
-            self.sessions.ping(session)
+        self.sessions.ping_all(silent)
         for session in sessions:
             self.sessions.close_if_idle(session, self.linger)
         return claims.maintains_at - clock.now()
@@ -340,7 +338,8 @@ class SessionBackend(Backend):
         """Return when to ping a session whose holds are not renewed."""
         carries = any(not entry.waiting for at in session.at.values() for entry in at)
         every = 1.2 * self.renew_every
-        return session.stood_at + every if carries else math.inf
+        is_due = carries and not session.is_asking
+        return session.stood_at + every if is_due else math.inf
 
     def _end(self, entry: Entry) -> None:
         self.queue.wait_without(entry.claim)

@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
@@ -36,6 +37,9 @@ from dlocks.values import Claim, Holder, Waiter
 T = TypeVar("T")
 
 logger = logging.getLogger("dlocks")
+
+# Seconds for which a renewal waits for replies.
+REPLY_TIMEOUT = 1.0
 
 SESSIONS = {"postgresql": PostgreSQLSession, "mysql": MySQLSession}
 
@@ -165,6 +169,30 @@ class Sessions:
             self.close(session, error)
         except LockBackendError as error:
             logger.warning("%s", error)
+
+    def ping_all(self, sessions: Collection[Session]) -> None:
+        """Ping sessions side by side, and wait a moment for their replies.
+
+        The network may have lost one connection. The others must not wait for it.
+        """
+        pings = []
+        for session in sessions:
+            if session.is_asking:
+                # A request that is under way is as good as a ping.
+                continue
+            ping = threading.Thread(
+                target=self.ping, args=[session], name="dlocks-ping", daemon=True
+            )
+            try:
+                ping.start()
+            except RuntimeError:
+                # Python is about to exit, and no thread can start any more.
+                self.ping(session)
+            else:
+                pings.append(ping)
+        until = clock.real_now() + REPLY_TIMEOUT
+        for ping in pings:
+            ping.join(max(0.0, until - clock.real_now()))
 
     # The requests of claims. A claim is marked before its request is sent. If that is
     # interrupted, the maintenance thread releases what the server may have granted.

@@ -328,6 +328,31 @@ def test_a_silent_server_is_trusted_for_the_ttl(sessions):
         held.release()
 
 
+@POSTGRESQL
+def test_a_silent_connection_does_not_end_the_holds_on_others(
+    proxy, elsewhere, threads, in_queue, until
+):
+    """The network may lose one connection of a process and keep the others."""
+    silent = threading.Event()
+    elsewhere.start(jobs.hold, "stock:7", using="session")
+    elsewhere.hear()
+    threads(lambda: (in_queue(1), elsewhere.tell()))
+    with contextlib.ExitStack() as stack:
+        stack.callback(silent.set)
+        # The second one came from the queue, and has a connection of its own.
+        holds = [lock(key, ttl=2.0).acquire() for key in ("another", "stock:7")]
+        assert elsewhere.hear() == "released"
+        proxy.swallow(b"SELECT pg_backend_pid() + 0 *", silent)
+        assert proxy.swallowed.wait(10)
+        until(lambda: not all(hold.held for hold in holds))
+        (other,) = [hold for hold in holds if hold.held]
+        for _ in range(3):
+            until(lambda: other.remaining > 1.7)
+            until(lambda: other.remaining < 1.6)
+        other.check()
+        other.release()
+
+
 @override_settings(
     DLOCKS={
         "session": {
