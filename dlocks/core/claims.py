@@ -170,5 +170,5 @@ def _lose_if_expired(hold: Holding) -> bool:
     """End a hold whose lease has run out, and return whether it is lost."""
     if hold.may_be_held:
         return False
-    hold.expire()
-    return True
+    hold.expire(hold.has_run_out)
+    return hold.is_over

@@ -21,8 +21,8 @@ TRIES = 10
 
 def check(hold: Any) -> None:
     """Check with the backend that the key is held, or raise LockLost."""
-    if not hold.may_be_held:
-        raise hold.end_as_expired()
+    if hold.end_if_expired():
+        raise hold.lost_error()
     if not hold.verify(hold.count):
         raise hold.end_as_lost(hold.why_gone())
     refuse_ended(hold)
@@ -68,8 +68,8 @@ def renew(hold: Any, terms: Terms | None) -> None:
             hold.lease.change(*terms)
         check(hold)
         return
-    if not hold.may_be_held:
-        raise hold.end_as_expired()
+    if hold.end_if_expired():
+        raise hold.lost_error()
     renew_together([hold], terms)
 
 

@@ -120,8 +120,8 @@ def _transfer(hold: Holding, ttl: float, offered: list[Entry]) -> tuple[float, f
     """
     # An entry that is added meanwhile has another caller, so it refuses the offer.
     mine = [one.caller for one in hold.life.state.entries if acts_for(one.caller)]
-    if not hold.held:
-        raise hold.end_as_expired()
+    if hold.end_if_expired():
+        raise lost_error(hold)
     if not hold.life.offer(mine, offered):
         raise _why_not_offered(hold)
     left = hold.min_hold_left, hold.lease.last_at - clock.now()

@@ -72,14 +72,14 @@ class Holding:
         self.scope: str = claim.scope
         self.token, self.takeover, self.waited = grant.token, grant.takeover, waited
         self._pid = os.getpid()
-        self.lease = Lease(self.lock, backend, claim, grant, sent)
+        self.life = Life(entry, block=block)
+        self.lease = Lease(self.lock, backend, claim, grant, sent, self.life)
         if self.lock.min_hold:
             # Counted from the reply, so it is never too short by the row's begin_time.
             entry.min_hold_until = self.lease.granted_at + self.lock.min_hold
             self.has_min_hold = True
         # Until when the key stays taken after its release, because of left entries.
         self._min_hold_until = 0.0
-        self.life = Life(entry, block=block)
         self.watch = Watch()
         if self.scope == "transaction":
             self.connection = connection_of(backend.database)
@@ -121,6 +121,11 @@ class Holding:
         return phase not in (Phase.HELD, Phase.LEFT) or self.is_forked
 
     @property
+    def has_ended(self) -> bool:
+        """Return whether the hold is over, and cannot go on after a failed detach."""
+        return self.life.state.phase is Phase.ENDED or self.is_forked
+
+    @property
     def is_forked(self) -> bool:
         return self._pid != os.getpid()
 
@@ -141,9 +146,13 @@ class Holding:
 
         A hold may still be renewed after its lease has expired.
         """
-        if self.held:
-            return True
-        return not self.is_over and (self.life.is_pinned or self.may_be_late)
+        return not self.is_over and (not self.has_run_out() or self.life.is_pinned)
+
+    def has_run_out(self) -> bool:
+        """Return whether its lease is over for good, or its transaction has ended."""
+        if self.point is not None:
+            return not self.point.stands
+        return clock.now() >= self.lease.deadline and not self.may_be_late
 
     @property
     def is_enterable(self) -> bool:
@@ -341,8 +350,7 @@ class Holding:
             if has_ended and not at_block_end:
                 self._end_with_transaction(event)
                 return
-            if not self.may_be_held:
-                self.end_as_expired()
+            self.end_if_expired()
             within = transactions_of(self)
             if self.has_min_hold:
                 self._record_min_hold()
@@ -555,10 +563,9 @@ class Holding:
         """End a hold because the backend has replied that the key is not held."""
         self._perform_loss(self.life.lose(why))
 
-    def expire(self) -> None:
-        """End a hold whose lease has run out, unless a transaction keeps the key."""
-        if not self.is_over:
-            self._perform_loss(self.life.expire(self.lease.why_not()))
+    def expire(self, is_due: Callable[[], bool]) -> None:
+        """End a hold if ``is_due()`` finds that its lease has run out."""
+        self._perform_loss(self.life.expire(self.lease.why_not(), is_due))
 
     def _perform_loss(self, effect: Effect) -> None:
         if effect & Effect.RELEASE:
@@ -571,19 +578,28 @@ class Holding:
             self.report_loss()
 
     def end_as_lost(self, why: str) -> LockLost:
-        """End the hold as lost, and return the error for its caller.
+        """End the hold as lost, and return the error for its caller."""
+        self._end_for_caller(self.life.lose(why))
+        return self.lost_error()
+
+    def end_if_expired(self) -> bool:
+        """End a hold that cannot be held any more, and return whether it is over."""
+        if self.may_be_held:
+            return False
+        effect = Effect.NOTHING
+        if not self.is_over:
+            effect = self.life.expire(self.lease.why_not(), self.has_run_out)
+        self._end_for_caller(effect)
+        return self.is_over
+
+    def _end_for_caller(self, effect: Effect) -> None:
+        """Do what a loss asks for, of which the caller learns by an error.
 
         The caller's next acquisition makes a new hold, even one by ``on_lost``.
         """
-        self.forget_entries()
-        self.lose(why)
-        return self.lost_error()
-
-    def end_as_expired(self) -> LockLost:
-        """End a hold that cannot be held any more, and return its caller's error."""
-        self.forget_entries()
-        self.expire()
-        return self.lost_error()
+        if self.has_ended:
+            self.forget_entries()
+        self._perform_loss(effect)
 
     def forget_entries(self) -> None:
         for entry in self.life.state.entries:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 from dlocks.backends.base import Backend
+from dlocks.core.life import Life
 from dlocks.core.policy import FromSettings, LockPolicy
 from dlocks.runtime import clock
 from dlocks.runtime.clock import FOREVER
 from dlocks.runtime.keeper import keeper
-from dlocks.runtime.process import in_child
-from dlocks.runtime.threads import new_mutex
 from dlocks.values import Claim, Grant
 
 # Seconds after which a short lease from the queue is first renewed.
@@ -26,25 +24,15 @@ NOT_LOST_FOR = 1.0
 # The ttls after which a hold that was not released is reported, without ``slow_hold``.
 SLOW_TTLS = 10
 
-_mutex = new_mutex()
-
-
-def _reset() -> None:
-    global _mutex
-    # A thread of the parent may have held it.
-    _mutex = new_mutex()
-
-
-in_child(_reset)
-
 
 class Lease:
     """The times of a hold by the clock of this process.
 
     A hold in a transaction has no deadline, and ends with the transaction. The
-    ``claim`` has the ttl of the next renewal. A mutex guards the deadlines of all
-    leases, because a reply to an earlier request must not outlive a shorter ttl. So it
-    earns promise 2 of docs/safety.md. It is a leaf, and reentrant as that of ``Life``.
+    ``claim`` has the ttl of the next renewal. The deadline is a part of the state of
+    ``Life``: a reply to an earlier request must not outlive a shorter ttl, and a
+    renewal must not come between the look at the deadline and the end of the hold. So
+    it earns promise 2 of docs/safety.md.
     """
 
     # When the backend last answered a renewal.
@@ -63,6 +51,7 @@ class Lease:
         claim: Claim,
         grant: Grant,
         sent: float,
+        life: Life,
     ) -> None:
         ttl = claim.ttl if grant.lease is None else min(grant.lease, claim.ttl)
         self.claim = claim
@@ -71,9 +60,11 @@ class Lease:
         self._ttl = backend.ttl if isinstance(lock.ttl, FromSettings) else lock.ttl
         self._renew_every = backend.renew_every
         self.granted_at = clock.now()
+        self._life = life
         # Counted from before the request, so it always passes before the backend's
         # deadline.
-        self.deadline = FOREVER if claim.scope == "transaction" else sent + ttl
+        deadline = FOREVER if claim.scope == "transaction" else sent + ttl
+        life.set_deadline(lambda _: deadline)
         self.last_at = FOREVER if lock.max_hold is None else sent + lock.max_hold
         # Without renewal, a hold still lasts for its ttl if the backend grants shorter
         # leases.
@@ -85,6 +76,11 @@ class Lease:
         # renewal.
         due = self.granted_at + RENEW_SOON if grant.lease else sent + ttl / 3
         self.renew_at = min(due, self.granted_at + self._renew_every)
+
+    @property
+    def deadline(self) -> float:
+        """Return until when the key is certainly held."""
+        return self._life.state.deadline
 
     @property
     def age(self) -> float:
@@ -138,22 +134,7 @@ class Lease:
 
     def shorten(self, until: float) -> None:
         """Let the lease be certain until this time at most."""
-        self._set_deadline(lambda deadline: min(deadline, until))
-
-    def _set_deadline(self, rule: Callable[[float], float]) -> None:
-        """Replace the deadline by what a rule makes of it.
-
-        See ``Life``: if a signal handler of this thread has changed it meanwhile, the
-        rule decides again.
-        """
-        with _mutex:
-            while True:
-                before = self.deadline, self.changed_at
-                new = rule(before[0])
-                if before[0] is not self.deadline or before[1] is not self.changed_at:
-                    continue
-                self.deadline = new
-                return
+        self._life.set_deadline(lambda deadline: min(deadline, until))
 
     def record_answer(self, sent: float, seconds: float) -> None:
         """Record a renewal that lasts for ``seconds`` from ``sent``."""
@@ -166,7 +147,7 @@ class Lease:
                 return min(deadline, sent + seconds)
             return max(deadline, min(sent + seconds, self.last_at))
 
-        self._set_deadline(rule)
+        self._life.set_deadline(rule)
         if self.changed_at > sent:
             self.renew_at = self.answered_at
             keeper.check_soon()

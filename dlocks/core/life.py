@@ -13,6 +13,7 @@ docs/architecture.md has every state and every event.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple, Protocol
 
@@ -117,6 +118,8 @@ class State(NamedTuple):
     locks: tuple[Any, ...] = ()
     # Whether an entry was left because its work has failed.
     failed: bool = False
+    # Until when its lease lasts, by the clock of this process.
+    deadline: float = math.inf
     reason: Reason | None = None
     # Why it was lost, for people.
     why: str = ""
@@ -125,10 +128,10 @@ class State(NamedTuple):
 class Life:
     """The life of one hold, from its grant to its end. Any thread may call it.
 
-    The mutex is a leaf: nothing is called under it but the properties of transactions,
-    which do no I/O. It is reentrant, because a signal handler or a finalizer may strike
-    within a section of its own thread. Then the section of the handler comes first, and
-    the interrupted one decides again.
+    The mutex is a leaf: nothing is called under it but the properties of transactions
+    and the rules of the lease, which do no I/O. It is reentrant, because a signal
+    handler or a finalizer may strike within a section of its own thread. Then the
+    section of the handler comes first, and the interrupted one decides again.
     """
 
     def __init__(self, entry: Entry, *, block: bool = False) -> None:
@@ -323,11 +326,26 @@ class Life:
 
         return self._apply(rule)
 
-    def expire(self, why: str) -> Effect:
-        """End a hold whose lease has run out, unless a transaction keeps the key."""
+    def set_deadline(self, rule_of_lease: Callable[[float], float]) -> None:
+        """Replace the deadline of the lease by what a rule makes of it."""
 
         def rule(old: State) -> tuple[State, Effect]:
-            return (old, Effect.NOTHING) if _standing(old.pins) else _lose(old, why)
+            deadline = rule_of_lease(old.deadline)
+            return old._replace(deadline=deadline), Effect.NOTHING
+
+        self._apply(rule)
+
+    def expire(self, why: str, is_due: Callable[[], bool]) -> Effect:
+        """End a hold whose lease has run out, unless a transaction keeps the key.
+
+        ``is_due()`` looks at the deadline in the same section. So a renewal comes
+        before the look, or after the end.
+        """
+
+        def rule(old: State) -> tuple[State, Effect]:
+            if old.phase is not Phase.ENDED and (_standing(old.pins) or not is_due()):
+                return old, Effect.NOTHING
+            return _lose(old, why)
 
         return self._apply(rule)
 

@@ -52,10 +52,14 @@ class Watch:
 
     def check_expiry(self, hold: Any) -> None:
         """Check whether the lease has expired, unless a transaction keeps the key."""
-        if not hold.is_over and clock.now() >= hold.lease.lost_at(
-            may_be_late=hold.may_be_late
-        ):
-            hold.expire()
+
+        def is_due() -> bool:
+            lost_at = hold.lease.lost_at(may_be_late=hold.may_be_late)
+            return bool(clock.now() >= lost_at)
+
+        # Usually it has not, and this is the only cost.
+        if not hold.is_over and is_due():
+            hold.expire(is_due)
 
     def _slow_at(self, hold: Any) -> float:
         """Return when the hold is reported as not released for a long time."""

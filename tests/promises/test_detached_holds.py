@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 
 import pytest
 from asgiref.sync import sync_to_async
@@ -274,3 +275,36 @@ def test_a_failed_detach_frees_no_key_before_the_transaction_ends(
     assert is_busy("export:7", using)
     ends[0]()
     until(lambda: not is_busy("export:7", using), 1.0)
+
+
+@EVERY
+def test_a_check_during_a_failed_detach_forgets_no_hold(using, stops, threads, is_busy):
+    """Another thread is told that the hold is being handed over, which then fails."""
+    lock = db_lock("export:7", using=using)
+    hold = lock.acquire()
+
+    def check_and_fail():
+        with pytest.raises(LockLost, match="being handed over"):
+            threads(hold.check).join(20)
+        fail()
+
+    stops.call("renew", check_and_fail)
+    with pytest.raises(LockBackendError):
+        hold.detach()
+    with lock as again:
+        assert again is hold
+    lock.release()
+    assert not is_busy("export:7", using)
+
+
+@SERVERS
+def test_a_hold_is_not_detached_inside_a_guard_that_outlives_its_lease():
+    """The error is the same, and the hold goes on."""
+    lock = db_lock("export:7", ttl=0.5)
+    hold = lock.acquire()
+    with hold.atomic():
+        time.sleep(0.6)
+        with pytest.raises(RuntimeError, match=r"inside hold\.atomic"):
+            hold.detach()
+    assert lock.held()
+    lock.release()

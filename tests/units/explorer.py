@@ -38,6 +38,8 @@ class World:
     def __init__(self, *, block: bool) -> None:
         self.first = Entry("A")
         self.life = Life(self.first, block=block)
+        # The lease has run out, and a renewal may be on its way.
+        self.life.set_deadline(lambda _: 0.0)
         self.owner: str | None = "hold"
         # The transaction that has locked the row.
         self.guard: Transaction | None = None
@@ -102,6 +104,7 @@ class World:
             frozenset([(one.name, one.stands) for one in state.marks]),
             number(state.offered) if state.offered else None,
             state.reason,
+            state.deadline,
             self.owner,
             self.guard and self.guard.name,
             tuple([(one.name, one.stands) for one in self.working]),
@@ -329,7 +332,9 @@ def loser(*, taken_over: bool = True) -> Caller:
     """Report a lease that has expired. Then another caller may take the key over."""
 
     def steps(w: World) -> Steps:
-        effect = w.life.expire("expired")
+        effect = w.life.expire("expired", lambda: w.life.state.deadline < 1)
+        if Effect.REPORT in effect and w.life.state.deadline == 1:
+            w.problems.append("a renewed hold is lost")
         yield from perform(w, "lease", effect)
         if Effect.REPORT in effect and taken_over:
             yield
@@ -337,6 +342,13 @@ def loser(*, taken_over: bool = True) -> Caller:
                 w.change_owner("other")
 
     return steps
+
+
+def renewer(w: World) -> Steps:
+    """Renew the lease."""
+    if w.saw("renewer", w.owner == "hold"):
+        yield
+        w.life.set_deadline(lambda _: 1.0)
 
 
 def clearer(w: World) -> Steps:

@@ -23,6 +23,7 @@ from tests.units.explorer import (
     loser,
     orphaner,
     releaser,
+    renewer,
     settler,
     undone,
     user,
@@ -49,6 +50,7 @@ SCENARIOS = {
     "a loss": (loser(), block(), first(), orphaner("A")),
     "two losses": (loser(), loser(), block(), first()),
     "a loss without a takeover": (loser(taken_over=False), block(), first()),
+    "a loss and a renewal": (loser(taken_over=False), renewer, block(), first()),
     "a clear": (clearer, block(), first()),
     "a clear and a guard": (clearer, block(), guard(), first()),
     "a guard": (guard(), first(), block(), settler),
@@ -177,8 +179,13 @@ MISTAKES = {
     ),
     "an expired lease is lost under a guard": (
         "a guard of a lost hold",
-        "(old, Effect.NOTHING) if _standing(old.pins) else _lose(old, why)",
-        "_lose(old, why)",
+        "(_standing(old.pins) or not is_due())",
+        "not is_due()",
+    ),
+    "a renewed lease is lost": (
+        "a loss and a renewal",
+        "(_standing(old.pins) or not is_due())",
+        "_standing(old.pins)",
     ),
     "a lost hold is not released": (
         "a loss without a takeover",

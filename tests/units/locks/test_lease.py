@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from dlocks import db_lock
-from tests.internals import clock
+from tests.internals import clock, keeper
 
 pytestmark = pytest.mark.front
 
@@ -52,3 +52,36 @@ def test_a_change_within_the_record_of_a_reply_is_kept(lease):
     sent = clock.now()
     lease.record_answer(sent, Handled(60))
     assert lease.deadline <= clock.now() + 1
+
+
+# The end of a lease whose renewal is on its way.
+
+
+@pytest.fixture
+def renewed_after_the_look(monkeypatch):
+    """Return a hold whose renewal arrives after a look at its deadline."""
+    hold = db_lock("stock:7", using="memory", ttl=60, renew=False).acquire()
+    (holding,) = hold._parts
+    # Only the test looks at it.
+    keeper.remove(holding)
+    holding.lease.shorten(clock.now())
+    assert not hold.held
+
+    def why_not(lease):
+        lease.record_answer(clock.now(), 50)
+        return "it was not renewed"
+
+    monkeypatch.setattr(type(holding.lease), "why_not", why_not)
+    yield hold
+    assert hold.held
+    hold.release()
+
+
+def test_a_renewal_after_the_look_at_the_deadline_is_no_loss(renewed_after_the_look):
+    """The look of the keeper, and the end of the hold, are one step."""
+    (holding,) = renewed_after_the_look._parts
+    holding.watch.check_expiry(holding)
+
+
+def test_a_renewal_while_its_caller_checks_a_hold_is_no_loss(renewed_after_the_look):
+    renewed_after_the_look.check()
