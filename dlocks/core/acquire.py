@@ -164,7 +164,7 @@ class Acquisition:
                 if pause is not DONE:
                     return pause
         entries = tuple(map(attrgetter("entry"), self.attempts))
-        hold: Hold = entries[0].hold.face
+        hold: Any = self.attempts[0].face
         if len(entries) > 1:
             parts = [entry.hold for entry in entries]
             hold = Hold(self.lock, parts, entries)

@@ -68,6 +68,8 @@ class Attempt:
     claim: Claim | None = None
     # The entry by which the key is acquired, once it is.
     is_granted = has_entered = False
+    # The hold for its caller, even if it is lost before that has it.
+    face: Hold | None = None
     # The pauses between tries, where there is no queue.
     delays: Iterator[float] | None = None
     paused = asked = False
@@ -126,6 +128,7 @@ class Attempt:
         if not hold.enter(self.entry, block=self.block):
             return False
         callers.add(self.entry)
+        self.face = hold.face
         confirm.check(hold)
         self.is_granted = self.has_entered = True
         return True
@@ -247,7 +250,7 @@ class Attempt:
             waited=clock.now() - self.began if self.paused else 0.0,
             block=self.block,
         )
-        hold.face = face = Hold(self.lock, [hold])
+        hold.face = self.face = face = Hold(self.lock, [hold])
         self.entry.hold = hold
         callers.add(self.entry)
         if hold.scope == "lease":

@@ -22,7 +22,7 @@ from dlocks import (
     lock_timeout,
     resume_hold,
 )
-from dlocks.testing import expire
+from dlocks.testing import expire, lose
 from tests.for_each import for_each
 
 pytestmark = [pytest.mark.front, pytest.mark.django_db(transaction=True)]
@@ -298,3 +298,35 @@ def test_python_shows_no_difference_between_an_asynchronous_error_and_another():
     set_error = ctypes.pythonapi.PyThreadState_SetAsyncExc
     arm = partial(set_error, thread, ctypes.py_object(SoftLimitError))
     assert facts(failed.result) == facts(arm)
+
+
+@pytest.fixture
+def lost_at_once():
+    """Let a receiver of ``lock_acquired`` lose each hold."""
+
+    def receive(hold, **kwargs):
+        lose(hold)
+
+    lock_acquired.connect(receive)
+    yield
+    lock_acquired.disconnect(receive)
+
+
+@ALIASES
+@KEYS
+def test_a_hold_that_is_lost_before_its_caller_has_it_is_returned(
+    using, keys, lost_at_once
+):
+    """The block learns of the loss at its end."""
+    with pytest.raises(LockLost):
+        with db_lock(*keys[:1], using=using) as hold:
+            assert not hold.held
+
+
+@ALIASES
+async def test_a_hold_that_is_lost_before_its_task_has_it_is_returned(
+    using, lost_at_once
+):
+    with pytest.raises(LockLost):
+        async with db_lock("a", using=using) as hold:
+            assert not hold.held
