@@ -152,18 +152,12 @@ def _why_not_offered(hold: Holding) -> Exception:
 
 def _pass_on(hold: Holding, claim: Claim) -> None:
     """Let the lease last for the claim's ttl, and end the hold."""
-    keeper.remove(hold)
-    sent = clock.now()
     try:
         # By the keeper, so that no pending renewal comes after it.
         stands = keeper.run(partial(_extend_lease, hold, claim), hold.backend)
     except LockBackendError:
-        # The backend may have changed the lease all the same.
-        hold.lease.shorten(sent + claim.ttl)
-        hold.lease.renew_at = sent
         hold.perform_quietly(hold.life.withdraw())
-        if not hold.is_over:
-            keeper.add(hold)
+        keeper.check_soon()
         raise
     if not stands:
         raise hold.end_as_lost(hold.why_gone())
@@ -176,6 +170,10 @@ def _pass_on(hold: Holding, claim: Claim) -> None:
 
 def _extend_lease(hold: Holding, claim: Claim) -> bool:
     for number in range(10):
+        # Here, because the request may come after its caller has given up waiting. It
+        # may also change the lease although there is no reply.
+        hold.lease.shorten(clock.now() + claim.ttl)
+        hold.lease.renew_soon()
         left = request(hold.backend.renew, [claim])
         if claim.owner not in left:
             return False

@@ -172,6 +172,11 @@ class Lease:
         )
         self.renew_at = now + min(delay, self._renew_every)
 
+    def renew_soon(self) -> None:
+        """Let the next renewal follow at once, if there is one."""
+        self.renew_at = clock.now()
+        keeper.check_soon()
+
     def why_not(self) -> str:
         """Return why it is over, if no reason is known."""
         if self.claim.scope == "transaction":

@@ -39,6 +39,9 @@ class Watch:
     def due_at(self, hold: Any) -> float:
         """Return when the keeper should check this hold."""
         lease: Lease = hold.lease
+        if hold.is_over:
+            # It may go on after a detach that fails.
+            return clock.now() + LOOK_EVERY
         if hold.awaits_transactions:
             return clock.now() + POLL_EVERY
         due = lease.deadline

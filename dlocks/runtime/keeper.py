@@ -422,8 +422,9 @@ class Keeper:
 
     def _check(self, hold: WatchedHold) -> None:
         if hold.is_over:
-            # The call that ended the hold was interrupted before it removed it.
-            self.remove(hold)
+            if hold.has_ended:
+                # The call that ended it was interrupted before it removed it.
+                self.remove(hold)
             return
         hold.watch.watch_callers(hold)
         if hold.to_settle or hold.watch.is_orphaned(hold):
