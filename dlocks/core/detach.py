@@ -23,7 +23,7 @@ from dlocks.values import Claim, Duration, seconds
 SALT = "dlocks.handover"
 
 
-def detach(hold: Holding, *, within: Duration | None = None) -> str:
+def detach(hold: Holding, within: Duration | None, offered: list[Entry]) -> str:
     """Detach a hold and return the text by which a process resumes it.
 
     ``resume_hold()`` resumes it once, in any process. The hold can no longer be used
@@ -37,6 +37,8 @@ def detach(hold: Holding, *, within: Duration | None = None) -> str:
     another thread or task or ``hold.atomic()`` uses it, and if the backend cannot hand
     over. A hold that is left while this fails is released. Inside a transaction, send
     the text from ``on_commit()``.
+
+    ``offered`` receives the entry that this call, and no other one, has offered.
     """
     if within is not None:
         within = seconds("within", within, above_zero=True)
@@ -45,15 +47,13 @@ def detach(hold: Holding, *, within: Duration | None = None) -> str:
         if why is not None and refusal(claim) is None:
             raise ValueError(f"{hold.lock.key!r} cannot be detached. {why}")
     _refuse(hold)
-    offered: list[Entry] = []
     try:
         ttl = hold.lease.claim.ttl if within is None else within
         left = _transfer(hold, ttl, offered)
         return signing.dumps(_data_of(hold, *left), salt=SALT)
     except BaseException:
-        if offered:
-            # It was interrupted, so no process will receive the text.
-            recall(hold)
+        # It was interrupted, so no process will receive the text.
+        recall(hold, offered)
         raise
 
 
@@ -80,11 +80,14 @@ def _data_of(hold: Holding, min_hold: float, max_hold: float) -> dict[str, Any]:
     }
 
 
-def recall(hold: Holding) -> None:
+def recall(hold: Holding, offered: list[Entry]) -> None:
     """End a hold whose text no process will receive, and release its key.
 
-    It is lost to a block of its caller, which may go on.
+    It is lost to a block of its caller, which may go on. ``offered`` is that of the
+    call of ``detach()``. The text of another call stays valid.
     """
+    if not offered:
+        return
     effect = hold.life.recall("its handover to another process was interrupted")
     if effect & Effect.REPORT:
         hold.forget_entries()
@@ -125,7 +128,7 @@ def _transfer(hold: Holding, ttl: float, offered: list[Entry]) -> tuple[float, f
     if not hold.life.offer(mine, offered):
         raise _why_not_offered(hold)
     left = hold.min_hold_left, hold.lease.last_at - clock.now()
-    _pass_on(hold, dataclasses.replace(hold.claim, ttl=min(ttl, left[1])))
+    _pass_on(hold, dataclasses.replace(hold.claim, ttl=min(ttl, left[1])), offered)
     return left
 
 
@@ -150,13 +153,16 @@ def _why_not_offered(hold: Holding) -> Exception:
     return RuntimeError(f"{hold.lock.key!r} cannot be handed over{why}")
 
 
-def _pass_on(hold: Holding, claim: Claim) -> None:
+def _pass_on(hold: Holding, claim: Claim, offered: list[Entry]) -> None:
     """Let the lease last for the claim's ttl, and end the hold."""
     try:
         # By the keeper, so that no pending renewal comes after it.
         stands = keeper.run(partial(_extend_lease, hold, claim), hold.backend)
     except LockBackendError:
-        hold.perform_quietly(hold.life.withdraw())
+        effect = hold.life.withdraw()
+        # From now on another call may offer it.
+        offered.clear()
+        hold.perform_quietly(effect)
         keeper.check_soon()
         raise
     if not stands:

@@ -250,13 +250,7 @@ class Hold:
 
         See ``dlocks.core.detach``.
         """
-        ensure_sync()
-        if self._entries:
-            raise RuntimeError(
-                "A hold of several keys cannot be handed over. Detach each hold in"
-                " 'holds' instead."
-            )
-        return detach(self._parts[0], within=within)
+        return self._detach(within, [])
 
     # The same methods for coroutines.
 
@@ -273,10 +267,11 @@ class Hold:
 
     async def adetach(self, *, within: Duration | None = None) -> str:
         # If it is cancelled, no process will ever receive the text.
-        undo = partial(recall, self._parts[0])
+        offered: list[Entry] = []
+        undo = partial(recall, self._parts[0], offered)
         undo_later = partial(keeper.post, undo, self.backend)
         return await make_undoable(
-            partial(self.detach, within=within), undo, undo_later
+            partial(self._detach, within, offered), undo, undo_later
         )
 
     async def arelease(self, *, failed: bool = False) -> None:
@@ -353,6 +348,15 @@ class Hold:
             leave_together(self._entries, failed=failed, at_block_end=False, by=caller)
         else:
             self._parts[0].leave_one(caller, failed=failed)
+
+    def _detach(self, within: Duration | None, offered: list[Entry]) -> str:
+        ensure_sync()
+        if self._entries:
+            raise RuntimeError(
+                "A hold of several keys cannot be handed over. Detach each hold in"
+                " 'holds' instead."
+            )
+        return detach(self._parts[0], within, offered)
 
     def _begin_block(self, frame: FrameType | None) -> None:
         caller = current_caller()

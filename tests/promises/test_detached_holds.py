@@ -341,3 +341,17 @@ def test_a_detach_that_is_done_too_late_lets_no_other_caller_in(
     with suppress(LockLost):
         hold.release()
     in_other_thread(other.release)
+
+
+@pytest.mark.parametrize("using", ["default", "memory"])
+async def test_a_cancelled_second_detach_keeps_the_text_of_the_first(using):
+    lock = db_lock("export:7", using=using)
+    hold = await lock.aacquire()
+    text = await hold.adetach()
+    second = asyncio.create_task(hold.adetach())
+    await asyncio.sleep(0)
+    second.cancel()
+    await asyncio.wait([second])
+    assert await lock.alocked()
+    resumed = await aresume_hold(text)
+    await resumed.arelease()
