@@ -133,8 +133,10 @@ def _pin_first(
         check(hold)
         return None
     # The rollback of an outer savepoint may undo the write, although the row stays
-    # locked. This comes first among the on_commit() callbacks.
-    here = TransactionMarker.here(connection)
+    # locked. This comes first among the on_commit() callbacks, also of outer blocks, so
+    # that all others find the lease renewed.
+    here = TransactionMarker.before_callbacks(connection)
+    here = here or TransactionMarker.here(connection)
     pin = TransactionMarker.of_lock(connection)
     # The row of a pinned hold stays locked, even if its lease has expired.
     late = hold.life.is_pinned or hold.next_claim().late

@@ -267,6 +267,24 @@ def test_a_slow_callback_of_a_guarded_block_causes_no_loss(row, using):
     assert lost == []
 
 
+@FAMILY
+def test_a_callback_from_before_a_guard_finds_its_lease_renewed(using):
+    """The guard has taken longer than the ttl, and its commit has renewed the lease."""
+    lost, checked = [], []
+
+    def check():
+        hold.check()
+        checked.append(hold.held)
+
+    with db_lock("stock", using=using, ttl=0.5, on_lost=lost.append) as hold:
+        with transaction.atomic():
+            transaction.on_commit(check)
+            with hold.atomic():
+                time.sleep(0.6)
+    assert checked == [True]
+    assert lost == []
+
+
 @SERVERS
 @FAMILY
 def test_a_guard_is_refused_without_autocommit(using, in_other_thread):
