@@ -174,9 +174,10 @@ def _pin(hold: Holding, database: str, *, late: bool) -> tuple[float, float]:
     Return when the request was sent, and the ttl. ``late`` says that the lease may have
     expired.
     """
-    sent, claim = clock.now(), hold.lease.claim
+    sent = clock.now()
+    # At most until its max_hold.
+    claim = replace(hold.next_claim(), late=late)
     try:
-        claim = replace(claim, late=True) if late else claim
         stands = request(hold.backend.pin, claim, database)
     except LockBackendError:
         # The transaction is now unusable.

@@ -253,7 +253,7 @@ class Holding:
                 # transaction ends.
                 if pin.is_elsewhere:
                     return True
-                late = replace(self.lease.claim, late=True)
+                late = replace(self.next_claim(), late=True)
                 return bool(request(self.backend.pin, late, pin.alias))
         sent = clock.now()
         claim = self.next_claim() if self.may_be_late else self.claim

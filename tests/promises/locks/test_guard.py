@@ -222,9 +222,12 @@ def test_a_guard_that_is_rolled_back_extends_no_lease(row, using):
 def test_a_guard_extends_no_lease_beyond_max_hold(row):
     """The commit renews the lease, but only until max_hold has passed."""
     with db_lock("stock", ttl=5.0, max_hold=5.0) as hold:
+        time.sleep(0.1)
         with hold.atomic():
-            pass
+            hold.check()
         assert hold.age + hold.remaining <= 5.0
+        # SQLite's clock has a resolution of one millisecond.
+        assert hold.age + row_of("stock").seconds_left <= 5.001
 
 
 @pytest.mark.front
