@@ -187,8 +187,12 @@ class Workers:
         try:
             with self._mutex:
                 holds = list(hold for hold in self._holds() if hold.backend is backend)
-            self._renew(backend, holds)
-            for hold in holds:
+            # Those that are renewable, not only those that are due. It is one
+            # statement.
+            asked = [hold for hold in holds if hold.renewable]
+            self._renew(backend, asked)
+            # No other one. A guard that has just ended may have renewed its lease.
+            for hold in asked:
                 # The reply is here. The next renewal may already be due, and must not
                 # be waited for.
                 hold.watch.check_expiry(hold)
@@ -198,8 +202,7 @@ class Workers:
 
     def _renew(self, backend: Backend, holds: Iterable[WatchedHold]) -> None:
         now = clock.now()
-        # All that are renewable, not only those that are due. It is one statement.
-        by_owner = {hold.claim.owner: hold for hold in holds if hold.renewable}
+        by_owner = {hold.claim.owner: hold for hold in holds}
         if all(hold.lease.renew_at > now for hold in by_owner.values()):
             return
         sent = clock.now()

@@ -432,6 +432,10 @@ class Keeper:
             return
         hold.watch.report_slow(hold)
         reply_by = self._workers.reply_by(hold)
+        if reply_by is None and hold.renewable and hold.lease.renew_at <= clock.now():
+            # It is renewable since this round has begun. The next one sends the
+            # renewal.
+            return
         if reply_by is None or clock.now() >= reply_by:
             hold.watch.check_expiry(hold)
 

@@ -289,6 +289,29 @@ def test_a_callback_from_before_a_guard_finds_its_lease_renewed(using):
 
 
 @SERVERS
+def test_a_renewal_of_other_holds_during_a_guard_is_no_loss(stops, until):
+    """Its reply comes between the commit and its record."""
+    lost = []
+    with db_lock("other", ttl=1.5) as other:
+        late = stops.at("renew")
+        with db_lock("stock", ttl=0.5, on_lost=lost.append) as hold:
+            with hold.atomic():
+                late.wait()
+                time.sleep(0.6)
+                before = other.remaining
+
+                def reply():
+                    late.go_on()
+                    until(lambda: other.remaining > before)
+                    time.sleep(0.2)
+
+                # Before all others, as nothing marks the transaction then.
+                connection.run_on_commit.insert(0, (set(), reply, False))
+            hold.check()
+    assert lost == []
+
+
+@SERVERS
 @FAMILY
 def test_a_guard_is_refused_without_autocommit(using, in_other_thread):
     hold = db_lock("stock", using=using).acquire()
