@@ -107,6 +107,8 @@ class State(NamedTuple):
     arriving: tuple[Entry, ...] = ()
     # Transactions of ``hold.atomic()``, which keep the key whatever the clocks say.
     pins: tuple[Transaction, ...] = ()
+    # How many of these transactions have begun so far.
+    guards: int = 0
     # Transactions in which a lease was left, and at whose end it is released.
     marks: tuple[Transaction, ...] = ()
     # The entry that has offered the hold to another process.
@@ -295,7 +297,7 @@ class Life:
             if old.phase not in (Phase.HELD, Phase.LEFT):
                 return old, Effect.LOST
             pins = (*_standing(old.pins), transaction)
-            return old._replace(pins=pins), Effect.NOTHING
+            return old._replace(pins=pins, guards=old.guards + 1), Effect.NOTHING
 
         return self._apply(rule)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -189,7 +189,12 @@ class Workers:
                 holds = list(hold for hold in self._holds() if hold.backend is backend)
             # Those that are renewable, not only those that are due. It is one
             # statement.
-            asked = [hold for hold in holds if hold.renewable]
+            guards = [hold.life.state.guards for hold in holds]
+            asked = dict(
+                (hold, number)
+                for hold, number in zip(holds, guards, strict=True)
+                if hold.renewable
+            )
             self._renew(backend, asked)
             # No other one. A guard that has just ended may have renewed its lease.
             for hold in asked:
@@ -200,7 +205,8 @@ class Workers:
             del worker.renewing[backend]
             self._check_soon()
 
-    def _renew(self, backend: Backend, holds: Iterable[WatchedHold]) -> None:
+    def _renew(self, backend: Backend, holds: Mapping[WatchedHold, int]) -> None:
+        """Renew holds, each with the number of its guards so far."""
         now = clock.now()
         by_owner = {hold.claim.owner: hold for hold in holds}
         if all(hold.lease.renew_at > now for hold in by_owner.values()):
@@ -235,4 +241,7 @@ class Workers:
                 # The loss is certain, and it is what matters.
                 with suppress(Exception):
                     why = hold.why_gone()
-            hold.lose(why)
+            # Otherwise a guard had locked the row, and the request found an older lease.
+            # A guard that begins later finds a loss itself.
+            if hold.life.state.guards == holds[hold]:
+                hold.lose(why)

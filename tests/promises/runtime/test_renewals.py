@@ -139,6 +139,24 @@ def test_a_renewal_that_finds_its_own_row_locked_is_not_lost(stops, until):
         hold.renew()
 
 
+@pytest.mark.engine("postgresql", "mariadb", "mysql")
+def test_a_renewal_that_comes_late_into_a_guard_is_no_loss(stops, until):
+    """It finds the row locked, with the lease from before the guard, which has run out.
+
+    The commit renews the lease.
+    """
+    lost = []
+    late = stops.at("renew")
+    with db_lock("stock:7", ttl=1.5, on_lost=lost.append) as hold:
+        late.wait()
+        with hold.atomic():
+            until(lambda: row("stock:7").seconds_left < 0)
+            late.go_on()
+            time.sleep(0.5)
+        hold.check()
+    assert lost == []
+
+
 # The local deadline.
 
 

@@ -274,7 +274,8 @@ class Simulation:
             return
         (holding,) = hold._parts
         if holding.renewable and holding.lease.renew_at <= self.time:
-            keeper._workers._renew(holding.backend, [holding])
+            guards = {holding: holding.life.state.guards}
+            keeper._workers._renew(holding.backend, guards)
         holding.watch.check_expiry(holding)
 
     def look(self, number: int) -> None:
