@@ -21,17 +21,19 @@ def strike_in_dlocks():
     """Return a function that calls another one, and strikes at a numbered moment.
 
     It returns whether the call has lasted until then. Python calls signal handlers when
-    a call has returned, at the start of a function, and at a jump back.
+    a call has returned, at the start of a function, and at a jump back. A strike raises
+    an error, or calls a handler.
     """
     before = sys.gettrace()
     moments = {"CALL", "CALL_KW", "CALL_FUNCTION_EX", "RESUME", "JUMP_BACKWARD"}
 
-    def strike(number, function):
+    def strike(number, function, handler=None, within=("core",)):
         left, last, struck = [number], {}, []
+        folders = tuple(str(PACKAGE / name) for name in within)
 
         def trace(frame, event, _):
             code = frame.f_code
-            if not code.co_filename.startswith(str(PACKAGE / "core")):
+            if not code.co_filename.startswith(folders):
                 return None
             frame.f_trace_opcodes = True
             if event == "opcode":
@@ -40,7 +42,9 @@ def strike_in_dlocks():
                 left[0] -= done in moments
                 if left[0] < 0 and not struck:
                     struck.append(True)
-                    raise StruckExit
+                    if handler is None:
+                        raise StruckExit
+                    handler()
             return trace
 
         # Python 3.12 sends opcodes only if a frame asked for them before.

@@ -350,8 +350,8 @@ class Keeper:
                     self._wakes_at = clock.now() + IDLE_CLOSE_AFTER
             self._wakeup.wait(self._wakes_at - clock.now())
             with self._mutex:
-                jobs = list(self._jobs)
-                self._jobs.clear()
+                # One step. A finalizer in this thread may post a job.
+                jobs, self._jobs = self._jobs, deque()
                 holds = self.holds
                 now = clock.now()
                 # A copy, since a finalizer in this thread may add a function.

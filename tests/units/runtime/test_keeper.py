@@ -12,6 +12,7 @@ from django.db import connections
 from dlocks import LockLost, db_lock
 from tests.internals import Keeper, backends, keeper
 
+pytest_plugins = ["tests.moments"]
 pytestmark = [pytest.mark.front, pytest.mark.django_db(transaction=True)]
 
 
@@ -255,3 +256,28 @@ def test_a_worker_that_cannot_start_does_not_affect_others(desks_fail, until, se
         until(lambda: sick._parts[0].is_over)
     for hold in healthy:
         hold.release()
+
+
+def test_a_function_that_a_finalizer_posts_at_any_moment_is_called(
+    strike_in_dlocks, until
+):
+    """The garbage collector runs in the keeper's own thread, too."""
+    for number in itertools.count():
+        mine, done = Keeper(), []
+
+        def run(mine=mine):
+            mine._thread.thread = threading.current_thread()
+            mine._jobs.append(partial(setattr, mine._thread, "thread", None))
+            mine._wakeup.set()
+            mine._check_deadlines(threading.current_thread())
+            mine._thread.thread = threading.current_thread()
+
+        post = partial(mine.post, partial(done.append, number), backends["memory"])
+        struck = strike_in_dlocks(number, run, post, ("runtime",))
+        # The next round of the keeper.
+        for job in list(mine._jobs):
+            job()
+        if not struck:
+            break
+        until(lambda done=done, number=number: done == [number])
+    assert number > 10
