@@ -102,6 +102,7 @@ class OfCaller:
 
 
 # The one mutex of this module. It is a leaf, and a signal handler may acquire a lock.
+# At its release, the handler forgets a list that is still empty here.
 _mutex = new_mutex()
 _by_caller: dict[Any, OfCaller] = {}
 _clean_at = CALLERS_PER_CLEANUP
@@ -129,15 +130,18 @@ def add(entry: Entry) -> None:
     """Record the use of a hold, which stays alive meanwhile."""
     caller, place = entry.caller, entry.hold.place
     with _mutex:
-        own = _by_caller.get(caller)
-        if own is None:
-            own = _add_caller(caller)
-        entries = own.entries.get(place)
-        if entries is None:
-            own.entries[place] = [entry]
-        else:
-            _forget_lost(own, entries)
-            entries.append(entry)
+        while True:
+            own = _by_caller.get(caller)
+            if own is None:
+                own = _add_caller(caller)
+            entries = own.entries.get(place)
+            if entries is None:
+                own.entries[place] = [entry]
+            else:
+                _forget_lost(own, entries)
+                entries.append(entry)
+            if entry in places_of(caller).get(place, ()):
+                break
         _count(own)
 
 
@@ -160,17 +164,17 @@ def remove(entry: Entry) -> None:
         own = _by_caller.get(entry.caller)
         if own is None:
             return
-        entries = own.entries.get(entry.hold.place, ())
+        place = entry.hold.place
+        entries = own.entries.get(place, [])
         if entry in entries:
             own.count -= 1
-            if len(entries) > 1:
-                entries.remove(entry)
-            else:
-                del own.entries[entry.hold.place]
+            entries.remove(entry)
+        if not entries:
+            own.entries.pop(place, None)
         if entry.acquired_by in own.acquired:
             _forget_released(own, entry.acquired_by)
         if not own.entries and not own.acquired:
-            del _by_caller[entry.caller]
+            _by_caller.pop(entry.caller, None)
 
 
 def _forget_released(own: OfCaller, key: str) -> None:
@@ -189,13 +193,16 @@ def add_acquired(caller: Caller, acquired: Acquired) -> None:
     for entry in acquired.entries:
         entry.acquired_by = key
     with _mutex:
-        own = _by_caller.get(caller) or _add_caller(caller)
-        before = own.acquired.get(key)
-        if before is None:
-            own.acquired[key] = [acquired]
-        else:
-            _forget_lost_of(own, acquired.place, before)
-            before.append(acquired)
+        while True:
+            own = _by_caller.get(caller) or _add_caller(caller)
+            before = own.acquired.get(key)
+            if before is None:
+                own.acquired[key] = [acquired]
+            else:
+                _forget_lost_of(own, acquired.place, before)
+                before.append(acquired)
+            if acquired in own.acquired.get(key, ()):
+                break
         _count(own)
 
 
