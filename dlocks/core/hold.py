@@ -30,6 +30,7 @@ from dlocks.runtime.coroutines import (
     run_in_sync_thread,
 )
 from dlocks.runtime.keeper import OUTSIDE_TIMEOUT, keeper
+from dlocks.runtime.requests import is_nested
 from dlocks.values import Claim, Duration
 
 P = ParamSpec("P")
@@ -411,9 +412,17 @@ def leave_block(
     """Leave the entries of a block, which ends.
 
     If the block itself failed, a failed release only adds a note to its error.
+
+    A finalizer may end it in the middle of a request of this thread, as the block of a
+    generator. Then the keeper sends the release.
     """
+    has_failed = failed or error is not None
     try:
-        leave_entries(block.entries, failed=failed or error is not None, block=True)
+        if is_nested() and block.hold.scope == "lease":
+            for entry in block.entries:
+                entry.hold.leave_later(entry, failed=has_failed)
+            return
+        leave_entries(block.entries, failed=has_failed, block=True)
     except LockError as trouble:
         if error is None:
             raise

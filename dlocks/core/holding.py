@@ -340,6 +340,15 @@ class Holding:
             for entry in before:
                 self.forget_entry(entry)
 
+    def leave_later(self, entry: Entry, *, failed: bool) -> None:
+        """Leave an entry without a request, which the keeper sends if it is due."""
+        self._record_min_hold()
+        effect = self.life.leave(
+            entry, transactions_of(self), failed=failed, verified=True
+        )
+        self.forget_entry(entry)
+        keeper.post(partial(self.perform_quietly, effect), self.backend)
+
     def _leave(
         self, event: Leave, entry: Entry | None, *, failed: bool, at_block_end: bool
     ) -> None:

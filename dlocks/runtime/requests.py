@@ -11,6 +11,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from threading import get_ident
+from types import FrameType
 from typing import Any, TypeVar
 
 from django.views.decorators.debug import sensitive_variables
@@ -75,13 +76,22 @@ def refuse_nested() -> None:
     """
     if get_ident() not in _threads:
         return
-    frame = sys._getframe(1)
-    if frame.f_code is _REQUEST:
-        frame = frame.f_back  # type: ignore[assignment]
-    while frame is not None:
-        if frame.f_code is _REQUEST:
-            raise nested_request()
-        frame = frame.f_back  # type: ignore[assignment]
+    frame: FrameType | None = sys._getframe(1)
+    if frame is not None and frame.f_code is _REQUEST:
+        frame = frame.f_back
+    if _is_within_request(frame):
+        raise nested_request()
+
+
+def is_nested() -> bool:
+    """Return whether this thread is in the middle of a request."""
+    return get_ident() in _threads and _is_within_request(sys._getframe(1))
+
+
+def _is_within_request(frame: FrameType | None) -> bool:
+    while frame is not None and frame.f_code is not _REQUEST:
+        frame = frame.f_back
+    return frame is not None
 
 
 def nested_request() -> LockBackendError:

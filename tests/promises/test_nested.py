@@ -144,6 +144,28 @@ def test_an_inner_release_is_refused_and_the_hold_goes_on(
     assert in_other_thread(is_free, "stock:7", using=using)
 
 
+@USING
+def test_a_block_that_a_finalizer_ends_in_a_request_frees_its_key(
+    using, interrupted, until, is_busy
+):
+    """A generator that nobody refers to any more is closed in the middle of a request.
+
+    Its block cannot be left later.
+    """
+
+    def work():
+        with db_lock("stock:7", using=using):
+            yield
+
+    steps = [work()]
+    next(steps[0])
+    interrupted(by_finalizer(steps.clear), using)
+    with db_lock("stock:8", using=using):
+        pass
+    assert steps == []
+    until(lambda: not is_busy("stock:7", using), 5)
+
+
 @pytest.mark.front
 def test_a_finalizer_in_a_renewal_does_not_stop_renewals(interrupted, until):
     """The garbage collector may run in the background threads of dlocks."""
