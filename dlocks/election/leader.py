@@ -168,15 +168,14 @@ class LeaderElection:
     @property
     def is_leader(self) -> bool:
         """Whether this process certainly leads and is to continue. Does no I/O."""
-        hold = self._hold
-        is_over = self._is_stopped or hold is self._deposed
-        return hold is not None and not is_over and hold.held
+        return self._leads_by(self._hold)
 
     @property
     def token(self) -> int | None:
         """The fencing token of this process's lead, or None if it does not lead."""
+        # Read once, since the next lead may begin meanwhile.
         hold = self._hold
-        return hold.token if hold is not None and self.is_leader else None
+        return hold.token if hold is not None and self._leads_by(hold) else None
 
     def leader(self) -> Holder | None:
         """Return the current leader, or None. Queries the backend."""
@@ -236,7 +235,8 @@ class LeaderElection:
         This does not wait. The lead ends as after ``stop()``, when ``on_elected`` and
         ``on_deposed`` have returned. Return whether this process led.
         """
-        hold, led = self._hold, self.is_leader
+        hold = self._hold
+        led = self._leads_by(hold)
         if led:
             self._deposed = hold
             self._wake()
@@ -312,7 +312,9 @@ class LeaderElection:
             yield
         except BaseException:
             if self._wakeup is wakeup:
-                # Perhaps an interrupt came before the campaign.
+                # Perhaps an interrupt came before the campaign, or its thread runs.
+                self._is_stopped = True
+                self._wake()
                 self._ended.set()
             raise
 
@@ -369,6 +371,10 @@ class LeaderElection:
             self._wakeup.wake()
         for wakeup in list(self._waiting):
             wakeup.set()
+
+    def _leads_by(self, hold: Hold | None) -> bool:
+        is_over = self._is_stopped or hold is self._deposed
+        return hold is not None and not is_over and hold.held
 
     def _end_lead(self, hold: Hold) -> None:
         """Let ``is_leader`` be false, before ``on_deposed`` waits for other threads."""

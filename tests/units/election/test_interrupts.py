@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 
 import pytest
 
-from dlocks import LeaderElection
+from dlocks import LeaderElection, db_lock
 from tests.internals import leader
 from tests.strikes import StruckExit
 
@@ -51,3 +52,43 @@ def test_an_interrupt_at_its_start_ends_it(monkeypatch, threads):
     stopping = threads(election.stop)
     stopping.join(5)
     assert not stopping.is_alive()
+
+
+def test_an_interrupt_of_its_start_leaves_no_candidate(monkeypatch, until, is_busy):
+    """The thread runs already, and its election ends."""
+    start, started = threading.Thread.start, []
+
+    def interrupted(thread):
+        start(thread)
+        if thread.name.startswith("dlocks-leader:"):
+            started.append(thread)
+            raise StruckExit
+
+    election = LeaderElection("scheduler", using="memory")
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(StruckExit):
+            election.start()
+    (thread,) = started
+    thread.join(10)
+    assert not thread.is_alive()
+    assert not is_busy("leader:scheduler", "memory")
+
+
+def test_a_look_at_the_lead_is_about_one_lead(monkeypatch):
+    """The last lead ends and the next one begins in the middle of the look."""
+    lock = db_lock("leader:scheduler", using="memory")
+    last = lock.acquire()
+    last.release()
+    current = lock.acquire()
+    for look in (
+        lambda election: election.token in (None, current.token),
+        lambda election: not election.resign() or not election.is_leader,
+    ):
+        leads = itertools.chain([last], itertools.repeat(current))
+
+        class Elected(LeaderElection):
+            _hold = property(lambda self, leads=leads: next(leads), lambda *_: None)
+
+        assert look(Elected("scheduler", using="memory"))
+    current.release()
