@@ -11,7 +11,7 @@ from typing import Any
 
 from dlocks.core import callers, explain
 from dlocks.core.lease import Lease, slow_after
-from dlocks.core.life import Effect, Phase, Reason
+from dlocks.core.life import Effect, Reason
 from dlocks.runtime import clock
 from dlocks.runtime.clock import FOREVER
 from dlocks.runtime.keeper import keeper
@@ -127,12 +127,11 @@ class Watch:
 
         Return a function to call when all keys are released.
         """
-        was_left = hold.life.state.phase is Phase.LEFT
         try:
             effect = hold.life.exit(explain.EXITED)
             if not effect & Effect.RELEASE:
                 return None
-            if was_left:
+            if hold.life.state.reason is Reason.RELEASED:
                 # Only open transactions kept it.
                 hold.perform_quietly(Effect.RELEASE)
                 return None
