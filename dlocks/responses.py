@@ -16,8 +16,8 @@ from django.template.response import SimpleTemplateResponse
 from django.utils.cache import patch_vary_headers
 from django.utils.translation import gettext as _
 
+from dlocks.core.entry import Entry
 from dlocks.core.hold import Hold
-from dlocks.core.life import Entry
 from dlocks.exceptions import LockError, LockLost
 from dlocks.runtime.keeper import keeper
 

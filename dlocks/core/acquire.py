@@ -22,9 +22,9 @@ from dlocks.conf import backends
 from dlocks.core import callers, explain
 from dlocks.core.attempt import DONE, Attempt, Wakeup, ask_for
 from dlocks.core.callers import Acquired, Block, Caller, FrameId
+from dlocks.core.entry import Entry
 from dlocks.core.hold import Hold
 from dlocks.core.holding import Holding
-from dlocks.core.life import Entry
 from dlocks.core.losses import LossOfMember
 from dlocks.core.policy import FROM_SETTINGS, FromSettings, LockPolicy
 from dlocks.exceptions import LockShutDown

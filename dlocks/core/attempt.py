@@ -18,9 +18,9 @@ from dlocks.backends.base import (
 from dlocks.core import callers, confirm, explain
 from dlocks.core.callers import Caller
 from dlocks.core.claims import claim_for, own_hold, until_reentry
+from dlocks.core.entry import Entry
 from dlocks.core.hold import Hold
 from dlocks.core.holding import Holding
-from dlocks.core.life import Entry
 from dlocks.core.policy import LockPolicy
 from dlocks.exceptions import LockBackendError, LockError, LockNotAwaitable
 from dlocks.runtime import clock

@@ -21,7 +21,7 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple, TypeVar
 
 from dlocks.backends.base import ANY_LEASE, Backend
-from dlocks.core.life import Entry
+from dlocks.core.entry import Entry
 from dlocks.runtime.connected import connection_of
 from dlocks.runtime.greenlets import is_alive
 from dlocks.runtime.keeper import keeper

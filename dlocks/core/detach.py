@@ -10,9 +10,10 @@ from typing import Any
 from django.core import signing
 
 from dlocks.core.callers import acts_for
+from dlocks.core.entry import Entry
 from dlocks.core.explain import lost_error
 from dlocks.core.holding import Holding
-from dlocks.core.life import Effect, Entry
+from dlocks.core.life import Effect
 from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
 from dlocks.runtime.clock import FOREVER

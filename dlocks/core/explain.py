@@ -11,8 +11,9 @@ from typing import Any
 from django.db import Error
 
 from dlocks.core import callers
+from dlocks.core.entry import Entry
 from dlocks.core.holder import holder_name
-from dlocks.core.life import Entry, Phase, Reason
+from dlocks.core.life import Phase, Reason
 from dlocks.core.policy import shown
 from dlocks.exceptions import (
     LockBackendError,

@@ -16,10 +16,10 @@ from dlocks.backends.base import Backend
 from dlocks.core import callers, confirm
 from dlocks.core.callers import Block, Blocks, Caller, current_caller, frame_id_of
 from dlocks.core.detach import detach, recall
+from dlocks.core.entry import Entry
 from dlocks.core.explain import block_error
 from dlocks.core.guard import guarded
 from dlocks.core.holding import Holding
-from dlocks.core.life import Entry
 from dlocks.core.policy import LockPolicy
 from dlocks.core.together import leave_together
 from dlocks.exceptions import LockError

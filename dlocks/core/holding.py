@@ -16,8 +16,9 @@ from typing import Any
 from dlocks.backends.base import Backend
 from dlocks.core import callers, explain, losses
 from dlocks.core.callers import Caller, Place
+from dlocks.core.entry import Entry
 from dlocks.core.lease import Lease
-from dlocks.core.life import Effect, Entry, Life, Phase, Reason
+from dlocks.core.life import Effect, Life, Phase, Reason
 from dlocks.core.policy import LockPolicy
 from dlocks.core.settlement import Settlement, is_undone, transactions_of
 from dlocks.core.watch import Watch

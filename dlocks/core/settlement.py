@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dlocks.core.life import Effect, Entry, Reason
+from dlocks.core.entry import Entry
+from dlocks.core.life import Effect, Reason
 from dlocks.runtime.keeper import keeper
 from dlocks.runtime.threads import Latch
 from dlocks.transactions import TransactionMarker, open_connections

@@ -8,8 +8,9 @@ from functools import partial
 from typing import Any
 
 from dlocks.core import explain
+from dlocks.core.entry import Entry
 from dlocks.core.holding import Holding
-from dlocks.core.life import Effect, Entry, Reason
+from dlocks.core.life import Effect, Reason
 from dlocks.core.settlement import transactions_of
 from dlocks.exceptions import LockBackendError, LockError
 from dlocks.runtime.requests import refuse_nested

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from dlocks.core.life import Effect, Entry, Life, Phase, Reason
+from dlocks.core.entry import Entry
+from dlocks.core.life import Effect, Life, Phase, Reason
 
 # A generator that returns whether its caller was told of the loss.
 Steps = Iterator[None]

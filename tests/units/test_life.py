@@ -8,7 +8,8 @@ import threading
 import pytest
 
 from dlocks.core import life
-from dlocks.core.life import Effect, Entry, Life, Phase, Reason
+from dlocks.core.entry import Entry
+from dlocks.core.life import Effect, Life, Phase, Reason
 from tests.units.explorer import (
     Transaction,
     abandoner,
@@ -248,7 +249,7 @@ def life_with(*changes):
     names = {"__name__": "mistaken"}
     exec(compile(text, "mistaken", "exec"), names)
     # The explorer compares with the words of the real module.
-    for word in ("Effect", "Phase", "Reason", "State", "Entry"):
+    for word in ("Effect", "Phase", "Reason", "State"):
         names[word] = getattr(life, word)
     return names["Life"]
 
