@@ -23,9 +23,27 @@ def check(hold: Any) -> None:
     """Check with the backend that the key is held, or raise LockLost."""
     if hold.end_if_expired():
         raise hold.lost_error()
-    if not hold.verify(hold.count):
+    if not verify(hold, hold.count):
         raise hold.end_as_lost(hold.why_gone())
     refuse_ended(hold)
+
+
+def verify(hold: Any, count: int) -> bool:
+    """Ask the backend whether the key is still held, and store the count."""
+    for pin in hold.life.state.pins:
+        if pin.stands:
+            # Only that transaction can check the row, which it has locked. The lease
+            # may have expired, but no caller takes the key before the transaction ends.
+            if pin.is_elsewhere:
+                return True
+            late = replace(hold.next_claim(), late=True)
+            return bool(request(hold.backend.pin, late, pin.alias))
+    sent = clock.now()
+    claim = hold.next_claim() if hold.may_be_late else hold.claim
+    confirmed = bool(hold.ask(hold.backend.verify, [claim], count))
+    if confirmed and claim.late and hold.backend.refusal(hold.claim) is None:
+        hold.lease.record_answer(sent, claim.ttl)
+    return confirmed
 
 
 def _checked_ttl(ttl: Duration | None, holds: Sequence[Any]) -> float | None:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from dlocks.backends.base import Backend
 from dlocks.core import callers, explain, losses
 from dlocks.core.callers import Caller, Place
+from dlocks.core.confirm import verify
 from dlocks.core.entry import Entry
 from dlocks.core.lease import Lease
 from dlocks.core.life import Effect, Life, Phase, Reason
@@ -244,25 +244,6 @@ class Holding:
     def next_claim(self) -> Claim:
         return self.lease.next_claim(may_be_late=self.may_be_late)
 
-    def verify(self, count: int) -> bool:
-        """Ask the backend whether the key is still held, and store the count."""
-        pins: Any = self.life.state.pins
-        for pin in pins:
-            if pin.stands:
-                # Only that transaction can check the row, which it has locked. The
-                # lease may have expired, but no caller takes the key before the
-                # transaction ends.
-                if pin.is_elsewhere:
-                    return True
-                late = replace(self.next_claim(), late=True)
-                return bool(request(self.backend.pin, late, pin.alias))
-        sent = clock.now()
-        claim = self.next_claim() if self.may_be_late else self.claim
-        confirmed = bool(self.ask(self.backend.verify, [claim], count))
-        if confirmed and claim.late and self.backend.refusal(self.claim) is None:
-            self.lease.record_answer(sent, claim.ttl)
-        return confirmed
-
     def why_gone(self) -> str:
         return str(explain.why_gone(self))
 
@@ -386,7 +367,7 @@ class Holding:
     def _verify_before_leave(self, leave: Leave) -> None:
         """Find a loss before an entry is left, after which the key stays taken."""
         try:
-            if not (is_undone(self) or self.verify(max(1, self.count - 1))):
+            if not (is_undone(self) or verify(self, max(1, self.count - 1))):
                 self.end_as_lost(self.why_gone())
         except BaseException:
             self.perform_quietly(leave(failed=True))

@@ -241,7 +241,7 @@ class Workers:
                 # The loss is certain, and it is what matters.
                 with suppress(Exception):
                     why = hold.why_gone()
-            # Otherwise a guard had locked the row, and the request found an older lease.
+            # Otherwise a guard had locked the row, and the request found its old lease.
             # A guard that begins later finds a loss itself.
             if hold.life.state.guards == holds[hold]:
                 hold.lose(why)
