@@ -140,9 +140,10 @@ def add(entry: Entry) -> None:
             else:
                 _forget_lost(own, entries)
                 entries.append(entry)
-            if entry in places_of(caller).get(place, ()):
-                break
-        _count(own)
+            if entry not in places_of(caller).get(place, ()):
+                continue
+            _count(own)
+            return
 
 
 def _count(own: OfCaller) -> None:
@@ -201,9 +202,10 @@ def add_acquired(caller: Caller, acquired: Acquired) -> None:
             else:
                 _forget_lost_of(own, acquired.place, before)
                 before.append(acquired)
-            if acquired in own.acquired.get(key, ()):
-                break
-        _count(own)
+            if acquired not in own.acquired.get(key, ()):
+                continue
+            _count(own)
+            return
 
 
 def _forget_lost_of(own: OfCaller, place: Place, acquired: list[Acquired]) -> None:

@@ -21,6 +21,7 @@ from dlocks.core.explain import block_error
 from dlocks.core.guard import guarded
 from dlocks.core.holding import Holding
 from dlocks.core.policy import LockPolicy
+from dlocks.core.settlement import transactions_of
 from dlocks.core.together import leave_together
 from dlocks.exceptions import LockError
 from dlocks.runtime import clock
@@ -420,7 +421,7 @@ def leave_block(
     try:
         if is_nested() and block.hold.scope == "lease":
             for entry in block.entries:
-                entry.hold.leave_later(entry, failed=has_failed)
+                _leave_later(entry, failed=has_failed)
             return
         leave_entries(block.entries, failed=has_failed, block=True)
     except LockError as trouble:
@@ -429,6 +430,16 @@ def leave_block(
         error.add_note(f"{type(trouble).__name__}: {trouble}")
     finally:
         blocks.remove(block)
+
+
+def _leave_later(entry: Entry, *, failed: bool) -> None:
+    """Leave an entry without a request, which the keeper sends if it is due."""
+    hold: Holding = entry.hold
+    hold.record_min_hold()
+    within = transactions_of(hold)
+    effect = hold.life.leave(entry, within, failed=failed, verified=True)
+    hold.forget_entry(entry)
+    keeper.post(partial(hold.perform_quietly, effect), hold.backend)
 
 
 async def aleave_block(

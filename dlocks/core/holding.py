@@ -122,11 +122,6 @@ class Holding:
         return phase not in (Phase.HELD, Phase.LEFT) or self.is_forked
 
     @property
-    def has_ended(self) -> bool:
-        """Return whether the hold is over, and cannot go on after a failed detach."""
-        return self.life.state.phase is Phase.ENDED or self.is_forked
-
-    @property
     def is_forked(self) -> bool:
         return self._pid != os.getpid()
 
@@ -322,15 +317,6 @@ class Holding:
             for entry in before:
                 self.forget_entry(entry)
 
-    def leave_later(self, entry: Entry, *, failed: bool) -> None:
-        """Leave an entry without a request, which the keeper sends if it is due."""
-        self._record_min_hold()
-        effect = self.life.leave(
-            entry, transactions_of(self), failed=failed, verified=True
-        )
-        self.forget_entry(entry)
-        keeper.post(partial(self.perform_quietly, effect), self.backend)
-
     def _leave(
         self, event: Leave, entry: Entry | None, *, failed: bool, at_block_end: bool
     ) -> None:
@@ -344,7 +330,7 @@ class Holding:
             self.end_if_expired()
             within = transactions_of(self)
             if self.has_min_hold:
-                self._record_min_hold()
+                self.record_min_hold()
             effect = event(within, failed=failed)
             if effect is Effect.VERIFY:
                 self._verify_before_leave(partial(event, within, verified=True))
@@ -360,7 +346,7 @@ class Holding:
             if entry is not None:
                 self.forget_entry(entry)
 
-    def _record_min_hold(self) -> None:
+    def record_min_hold(self) -> None:
         for entry in self.life.state.entries:
             self._min_hold_until = max(self._min_hold_until, entry.min_hold_until)
 
@@ -427,7 +413,7 @@ class Holding:
 
         ``within`` are the transactions that keep the key, since they may still commit.
         """
-        self._record_min_hold()
+        self.record_min_hold()
         if entry is not None:
             self.life.leave(entry, within, failed=True, verified=True)
         state = self.life.state
@@ -588,7 +574,7 @@ class Holding:
 
         The caller's next acquisition makes a new hold, even one by ``on_lost``.
         """
-        if self.has_ended:
+        if self.life.state.reason is not None:
             self.forget_entries()
         self._perform_loss(effect)
 

@@ -422,7 +422,7 @@ class Keeper:
 
     def _check(self, hold: WatchedHold) -> None:
         if hold.is_over:
-            if hold.has_ended:
+            if hold.life.state.reason is not None:
                 # The call that ended it was interrupted before it removed it.
                 self.remove(hold)
             return
