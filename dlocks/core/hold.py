@@ -252,7 +252,8 @@ class Hold:
 
         See ``dlocks.core.detach``.
         """
-        return self._detach(within, [])
+        ensure_sync()
+        return detach(self._refuse_several(), within, [])
 
     # The same methods for coroutines.
 
@@ -270,11 +271,10 @@ class Hold:
     async def adetach(self, *, within: Duration | None = None) -> str:
         # If it is cancelled, no process will ever receive the text.
         offered: list[Entry] = []
+        request = partial(detach, self._refuse_several(), within, offered)
         undo = partial(recall, self._parts[0], offered)
         undo_later = partial(keeper.post, undo, self.backend)
-        return await make_undoable(
-            partial(self._detach, within, offered), undo, undo_later
-        )
+        return await make_undoable(request, undo, undo_later)
 
     async def arelease(self, *, failed: bool = False) -> None:
         # The task is the caller, and not the thread in which this is done.
@@ -351,14 +351,14 @@ class Hold:
         else:
             self._parts[0].leave_one(caller, failed=failed)
 
-    def _detach(self, within: Duration | None, offered: list[Entry]) -> str:
-        ensure_sync()
+    def _refuse_several(self) -> Holding:
+        """Return the holding of the only key, or raise RuntimeError."""
         if self._entries:
             raise RuntimeError(
                 "A hold of several keys cannot be handed over. Detach each hold in"
                 " 'holds' instead."
             )
-        return detach(self._parts[0], within, offered)
+        return self._parts[0]
 
     def _begin_block(self, frame: FrameType | None) -> None:
         caller = current_caller()
