@@ -490,7 +490,7 @@ class ZooKeeperBackend(Backend):
     # The maintenance thread.
 
     def _maintain(self) -> None:
-        # No reference of a pass keeps an object alive during the pause. A finalizer that
+        # No reference of a pass keeps an object alive in the pause. A finalizer that
         # strikes in a pass finds the tables half changed, so its requests are refused.
         while (pause := request(self._maintain_once)) is not None:
             self.claims.wakeup.wait(pause)
