@@ -16,7 +16,7 @@ from django.db.models.functions import Greatest
 from django.utils.translation import gettext_lazy as _
 
 from dlocks.exceptions import StaleToken
-from dlocks.optimistic.checked import CheckedModel, current_rows
+from dlocks.optimistic.checked import CheckedModel, current_rows, note_inserted
 from dlocks.optimistic.versioned import M, VersionedModel, check_managers
 
 
@@ -161,7 +161,9 @@ class FencedQuerySet(models.QuerySet[M]):
         """
         if update_conflicts or self._token is not None:
             raise self._unsupported("bulk_create")
-        return super().bulk_create(objs, batch_size, ignore_conflicts)
+        objs = super().bulk_create(objs, batch_size, ignore_conflicts)
+        note_inserted(objs, self.db)
+        return objs
 
     def _unsupported(self, name: str) -> NotSupportedError:
         return NotSupportedError(

@@ -319,6 +319,10 @@ def test_a_rolled_back_insert_of_a_fenced_row_can_be_saved():
         models.QuerySet(model).delete()
         with pytest.raises(StaleToken, match="is gone"):
             made[0].save()
+    made = [Machine(state="made")]
+    undo(lambda: Machine.objects.bulk_create(made))
+    made[0].save(token=7)
+    assert Machine.objects.get().state == "made"
 
 
 def _insert(model):
