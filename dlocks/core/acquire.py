@@ -127,14 +127,18 @@ class Acquisition:
         while self.is_stopped is None or not self.is_stopped():
             yield self._try
             pause = self.answer
+            waits_now = pause is not DONE and pause != 0
+            for attempt in self.attempts:
+                # It has joined the queue, which others see, perhaps before a shutdown.
+                waits_now = waits_now or attempt.paused
+            if waits_now and not has_waited:
+                has_waited = True
+                if not waits.begin(self):
+                    raise self._shut_down()
             if pause is DONE:
                 if has_waited and not waits.complete(self):
                     raise self._shut_down()
                 return
-            if pause != 0 and not has_waited:
-                has_waited = True
-                if not waits.begin(self):
-                    raise self._shut_down()
             yield pause
             if has_waited and not waits.is_open(self):
                 raise self._shut_down()

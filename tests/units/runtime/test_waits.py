@@ -2,7 +2,10 @@
 
 import pytest
 
+from dlocks import LockShutDown, db_lock, shutdown
+from dlocks.conf import backends
 from dlocks.runtime.waits import Waits
+from dlocks.testing import undo_shutdown
 
 pytestmark = [pytest.mark.once, pytest.mark.engine("sqlite")]
 
@@ -27,3 +30,28 @@ def test_a_wait_that_has_ended_does_not_continue():
     assert waits.is_open(later)
     assert not waits.is_open(ended)
     assert not waits.complete(ended)
+
+
+def test_a_caller_that_is_about_to_join_the_queue_at_a_shutdown_ends(
+    monkeypatch, threads
+):
+    """The shutdown has freed its key, and would otherwise be followed by a grant."""
+    backend = backends["memory"]
+    enqueue, lock = backend.enqueue, db_lock("stock:7", using="memory", timeout=None)
+
+    def late(*arguments, **options):
+        threads(shutdown).join(30)
+        return enqueue(*arguments, **options)
+
+    def wait():
+        with pytest.raises(LockShutDown):
+            lock.acquire()
+
+    hold = lock.acquire()
+    monkeypatch.setattr(backend, "enqueue", late)
+    try:
+        threads(wait).join(30)
+    finally:
+        undo_shutdown()
+    assert not hold.held
+    assert not lock.locked()
