@@ -392,10 +392,13 @@ class Holders:
             row.end_time > row.now or self.store.observations is not None
         )
         one_writer = self.session.engine.one_writer
-        # The next step that locks the lock row counts the remaining claims.
-        deleted = not (row is None or keep or one_writer) and self.queue.delete(claim)
-        if deleted and is_share:
-            return live
+        gone = row is None
+        if not (gone or keep or one_writer):
+            # The reply to a deletion may be lost. The next step that locks the lock row
+            # counts the remaining claims.
+            gone = self.queue.delete(claim) or self.queue.row_of(claim) is None
+            if gone and is_share:
+                return live
         # Only now. The key may have been handed to a claim that was queued until then.
         own = self.store.peek(claim.key)
         mine = own is not None and own.row.owner == claim.owner
@@ -405,7 +408,7 @@ class Holders:
                 raise LockBackendError(
                     f"The single writer of database {self.session.database!r} is busy."
                 )
-        elif (row is None or deleted) and not mine:
+        elif gone and not mine:
             return False
         if mine and own is not None:
             live = own.state.expires_in(own.at) > 0

@@ -259,6 +259,20 @@ def test_a_handover_with_a_lost_reply_is_a_release(through_proxy, in_queue):
         assert observer.call(jobs.waiters, key) == (0, 0)
 
 
+def test_a_share_whose_lost_reply_is_about_its_claim_is_released(through_proxy):
+    """Another transaction has locked the key, so that only the claim is deleted."""
+    proxy, worker, other, observer = through_proxy
+    assert worker.call(jobs.acquire, "stock:7", shared=True)
+    other.start(jobs.lock_row, "stock:7")
+    assert other.hear() == "locked"
+    proxy.swallow(b"DELETE")
+    assert worker.call(jobs.release_all) == ["released"]
+    assert proxy.swallowed.is_set()
+    other.tell()
+    assert other.hear() == "unlocked"
+    assert isinstance(observer.call(jobs.try_once, "stock:7"), int)
+
+
 def check_delay_of_a_handover(doomed, in_queue, disturb, limit):
     """Check that a key is handed over in time in spite of a fault.
 
