@@ -140,7 +140,8 @@ def add(entry: Entry) -> None:
             else:
                 _forget_lost(own, entries)
                 entries.append(entry)
-            if entry not in places_of(caller).get(place, ()):
+            now = _by_caller.get(caller)
+            if now is None or entry not in now.entries.get(place, ()):
                 continue
             _count(own)
             return

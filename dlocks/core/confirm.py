@@ -30,6 +30,16 @@ def check(hold: Any) -> None:
 
 def verify(hold: Any, count: int) -> bool:
     """Ask the backend whether the key is still held, and store the count."""
+    while True:
+        guards = hold.life.state.guards
+        if _ask(hold, count):
+            return True
+        if hold.life.state.guards == guards:
+            return False
+        # A guard has locked the row meanwhile, and the request found its old lease.
+
+
+def _ask(hold: Any, count: int) -> bool:
     for pin in hold.life.state.pins:
         if pin.stands:
             # Only that transaction can check the row, which it has locked. The lease
@@ -93,9 +103,16 @@ def renew(hold: Any, terms: Terms | None) -> None:
 
 def renew_together(holds: Sequence[Any], terms: Terms | None) -> None:
     """Extend leases in one request. See ``renew()``."""
+    guards = [hold.life.state.guards for hold in holds]
     sent, left = _renew(holds) if terms is None else _renew_with(holds, terms)
-    for hold in holds:
-        record_renewal(hold, sent, left)
+    for hold, number in zip(holds, guards, strict=True):
+        if hold.claim.owner not in left and (
+            hold.life.is_pinned or hold.life.state.guards != number
+        ):
+            # A guard had locked the row, and the request found its old lease.
+            check(hold)
+        else:
+            record_renewal(hold, sent, left)
 
 
 def _renew(holds: Sequence[Any]) -> tuple[float, Mapping[str, float]]:

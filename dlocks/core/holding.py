@@ -17,7 +17,7 @@ from dlocks.core import callers, explain, losses
 from dlocks.core.callers import Caller, Place
 from dlocks.core.confirm import verify
 from dlocks.core.entry import Entry
-from dlocks.core.lease import Lease
+from dlocks.core.lease import Lease, first_deadline
 from dlocks.core.life import Effect, Life, Phase, Reason
 from dlocks.core.policy import LockPolicy
 from dlocks.core.settlement import Settlement, is_undone, transactions_of
@@ -73,7 +73,8 @@ class Holding:
         self.scope: str = claim.scope
         self.token, self.takeover, self.waited = grant.token, grant.takeover, waited
         self._pid = os.getpid()
-        self.life = Life(entry, block=block)
+        deadline = first_deadline(claim, grant, sent)
+        self.life = Life(entry, block=block, deadline=deadline)
         self.lease = Lease(self.lock, backend, claim, grant, sent, self.life)
         if self.lock.min_hold:
             # Counted from the reply, so it is never too short by the row's begin_time.

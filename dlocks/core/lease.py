@@ -25,6 +25,19 @@ NOT_LOST_FOR = 1.0
 SLOW_TTLS = 10
 
 
+def _granted_ttl(claim: Claim, grant: Grant) -> float:
+    return claim.ttl if grant.lease is None else min(grant.lease, claim.ttl)
+
+
+def first_deadline(claim: Claim, grant: Grant, sent: float) -> float:
+    """Return the deadline of a grant whose request was sent at ``sent``.
+
+    Counted from before the request, it always passes before the backend's deadline.
+    """
+    ttl = _granted_ttl(claim, grant)
+    return FOREVER if claim.scope == "transaction" else sent + ttl
+
+
 class Lease:
     """The times of a hold by the clock of this process.
 
@@ -53,7 +66,7 @@ class Lease:
         sent: float,
         life: Life,
     ) -> None:
-        ttl = claim.ttl if grant.lease is None else min(grant.lease, claim.ttl)
+        ttl = _granted_ttl(claim, grant)
         self.claim = claim
         self.max_hold = lock.max_hold
         # That of a claim is not longer than ``max_hold``.
@@ -61,10 +74,6 @@ class Lease:
         self._renew_every = backend.renew_every
         self.granted_at = clock.now()
         self._life = life
-        # Counted from before the request, so it always passes before the backend's
-        # deadline.
-        deadline = FOREVER if claim.scope == "transaction" else sent + ttl
-        life.set_deadline(lambda _: deadline)
         self.last_at = FOREVER if lock.max_hold is None else sent + lock.max_hold
         # Without renewal, a hold still lasts for its ttl if the backend grants shorter
         # leases.

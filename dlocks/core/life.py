@@ -112,10 +112,13 @@ class Life:
     section of the handler comes first, and the interrupted one decides again.
     """
 
-    def __init__(self, entry: Entry, *, block: bool = False) -> None:
+    def __init__(
+        self, entry: Entry, *, block: bool = False, deadline: float = math.inf
+    ) -> None:
         self._mutex = new_mutex()
+        blocks = (entry,) if block else ()
         # Only ``_apply()`` writes it. Reading it is atomic.
-        self.state = State(Phase.HELD, (entry,), (entry,) if block else ())
+        self.state = State(Phase.HELD, (entry,), blocks, deadline=deadline)
 
     def replace_mutex(self) -> None:
         """Make a new mutex in a forked child. A thread of the parent may have it."""

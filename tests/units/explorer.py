@@ -38,9 +38,8 @@ class World:
 
     def __init__(self, *, block: bool) -> None:
         self.first = Entry("A")
-        self.life = Life(self.first, block=block)
         # The lease has run out, and a renewal may be on its way.
-        self.life.set_deadline(lambda _: 0.0)
+        self.life = Life(self.first, block=block, deadline=0.0)
         self.owner: str | None = "hold"
         # The transaction that has locked the row.
         self.guard: Transaction | None = None

@@ -157,6 +157,25 @@ def test_a_renewal_that_comes_late_into_a_guard_is_no_loss(stops, until):
     assert lost == []
 
 
+@pytest.mark.engine("postgresql", "mariadb", "mysql")
+@for_each("use", ["renew", "check"])
+def test_another_thread_that_is_late_for_a_guard_loses_no_hold(
+    use, stops, threads, until
+):
+    """Its request finds the row locked, with the lease from before the guard."""
+    lost = []
+    with db_lock("stock:7", ttl=0.8, renew=False, on_lost=lost.append) as hold:
+        late = stops.at("verify" if use == "check" else use)
+        other = threads(getattr(hold, use))
+        late.wait()
+        with hold.atomic():
+            until(lambda: row("stock:7").seconds_left < 0)
+            late.go_on()
+            other.join(20)
+        hold.check()
+    assert lost == []
+
+
 # The local deadline.
 
 
