@@ -165,7 +165,10 @@ class SessionBackend(Backend):
         left = {}
         with self.claims.mutex:
             for entry, session in held:
-                if entry.gone or entry.expired or entry.ends_at <= sent:
+                # That of a silent session counts as not renewed. For a lost one, the
+                # keeper would ask who has the key, and wait for the answer.
+                is_over = entry.ends_at <= sent and not session.is_asking
+                if entry.gone or entry.expired or is_over:
                     continue
                 sure_for = self.claims.extend(entry, session) - sent
                 left[entry.claim.owner] = min(max(0.0, sure_for), entry.claim.ttl)

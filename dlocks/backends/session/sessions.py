@@ -38,8 +38,8 @@ T = TypeVar("T")
 
 logger = logging.getLogger("dlocks")
 
-# Seconds for which a renewal waits for replies.
-REPLY_TIMEOUT = 1.0
+# Seconds for which a renewal waits for replies. A later one learns of a late reply.
+REPLY_TIMEOUT = 0.5
 
 SESSIONS = {"postgresql": PostgreSQLSession, "mysql": MySQLSession}
 

@@ -340,15 +340,19 @@ def test_a_silent_connection_does_not_end_the_holds_on_others(
     with contextlib.ExitStack() as stack:
         stack.callback(silent.set)
         # The second one came from the queue, and has a connection of its own.
-        holds = [lock(key, ttl=2.0).acquire() for key in ("another", "stock:7")]
+        holds = [lock(key, ttl=4.0).acquire() for key in ("another", "stock:7")]
         assert elsewhere.hear() == "released"
         proxy.swallow(b"SELECT pg_backend_pid() + 0 *", silent)
         assert proxy.swallowed.wait(10)
         until(lambda: not all(hold.held for hold in holds))
         (other,) = [hold for hold in holds if hold.held]
+
+        def deadline():
+            return time.monotonic() + other.remaining
+
         for _ in range(3):
-            until(lambda: other.remaining > 1.7)
-            until(lambda: other.remaining < 1.6)
+            before = deadline()
+            until(lambda before=before: deadline() > before + 0.2)
         other.check()
         other.release()
 
