@@ -17,13 +17,14 @@ from dlocks.core import callers, explain, losses
 from dlocks.core.callers import Caller, Place
 from dlocks.core.confirm import verify
 from dlocks.core.entry import Entry
-from dlocks.core.lease import Lease, first_deadline
+from dlocks.core.lease import Lease
 from dlocks.core.life import Effect, Life, Phase, Reason
 from dlocks.core.policy import LockPolicy
 from dlocks.core.settlement import Settlement, is_undone, transactions_of
 from dlocks.core.watch import Watch
 from dlocks.exceptions import LockBackendError, LockError, LockLost
 from dlocks.runtime import clock
+from dlocks.runtime.clock import FOREVER
 from dlocks.runtime.connected import connection_of
 from dlocks.runtime.keeper import keeper
 from dlocks.runtime.requests import refuse_nested, request
@@ -73,9 +74,11 @@ class Holding:
         self.scope: str = claim.scope
         self.token, self.takeover, self.waited = grant.token, grant.takeover, waited
         self._pid = os.getpid()
-        deadline = first_deadline(claim, grant, sent)
+        ttl = claim.ttl if grant.lease is None else min(grant.lease, claim.ttl)
+        # Counted from before the request, it always passes before the backend's one.
+        deadline = FOREVER if self.scope == "transaction" else sent + ttl
         self.life = Life(entry, block=block, deadline=deadline)
-        self.lease = Lease(self.lock, backend, claim, grant, sent, self.life)
+        self.lease = Lease(self.lock, backend, claim, grant, sent, self.life, ttl)
         if self.lock.min_hold:
             # Counted from the reply, so it is never too short by the row's begin_time.
             entry.min_hold_until = self.lease.granted_at + self.lock.min_hold
@@ -114,7 +117,7 @@ class Holding:
             return False
         if self.point is not None:
             return self.point.stands
-        return clock.now() < self.lease.deadline
+        return clock.now() < self.life.state.deadline
 
     @property
     def is_over(self) -> bool:
@@ -149,7 +152,7 @@ class Holding:
         """Return whether its lease is over for good, or its transaction has ended."""
         if self.point is not None:
             return not self.point.stands
-        return clock.now() >= self.lease.deadline and not self.may_be_late
+        return clock.now() >= self.life.state.deadline and not self.may_be_late
 
     @property
     def is_enterable(self) -> bool:
@@ -328,7 +331,8 @@ class Holding:
             if has_ended and not at_block_end:
                 self._end_with_transaction(event)
                 return
-            self.end_if_expired()
+            if not self.held:
+                self.end_if_expired()
             within = transactions_of(self)
             if self.has_min_hold:
                 self.record_min_hold()

@@ -25,19 +25,6 @@ NOT_LOST_FOR = 1.0
 SLOW_TTLS = 10
 
 
-def _granted_ttl(claim: Claim, grant: Grant) -> float:
-    return claim.ttl if grant.lease is None else min(grant.lease, claim.ttl)
-
-
-def first_deadline(claim: Claim, grant: Grant, sent: float) -> float:
-    """Return the deadline of a grant whose request was sent at ``sent``.
-
-    Counted from before the request, it always passes before the backend's deadline.
-    """
-    ttl = _granted_ttl(claim, grant)
-    return FOREVER if claim.scope == "transaction" else sent + ttl
-
-
 class Lease:
     """The times of a hold by the clock of this process.
 
@@ -65,8 +52,8 @@ class Lease:
         grant: Grant,
         sent: float,
         life: Life,
+        ttl: float,
     ) -> None:
-        ttl = _granted_ttl(claim, grant)
         self.claim = claim
         self.max_hold = lock.max_hold
         # That of a claim is not longer than ``max_hold``.
