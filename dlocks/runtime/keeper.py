@@ -132,7 +132,7 @@ class Keeper:
             if (
                 thread is None
                 or self._working_thread is not thread
-                or min(hold.lease.renew_at, hold.lease.deadline) < self._wakes_at
+                or min(hold.lease.renew_at, hold.life.state.deadline) < self._wakes_at
             ):
                 self._wake()
 
