@@ -326,11 +326,13 @@ class Backend:
         """
         raise NotImplementedError
 
-    def release(self, claim: Claim, *, failed: bool = False, keep: float = 0.0) -> bool:
+    def release(
+        self, claim: Claim, *, failed: bool = False, rest_for: float = 0.0
+    ) -> bool:
         """Release the key, or cancel a claim that may be granted or queued.
 
-        The key stays taken for another ``keep`` seconds. Return False if the claim no
-        longer held the key.
+        The key stays taken for another ``rest_for`` seconds. Return False if the claim
+        no longer held the key.
         """
         raise NotImplementedError
 

@@ -33,7 +33,9 @@ class DummyBackend(Backend):
     def verify(self, claims: Sequence[Claim], count: int | None = None) -> bool:
         return True
 
-    def release(self, claim: Claim, *, failed: bool = False, keep: float = 0.0) -> bool:
+    def release(
+        self, claim: Claim, *, failed: bool = False, rest_for: float = 0.0
+    ) -> bool:
         return True
 
     def exchange(self, claim: Claim, successor: Claim) -> Grant | None:

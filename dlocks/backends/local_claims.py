@@ -35,7 +35,7 @@ class LocalEntry:
     # When it is released if it is not renewed.
     ends_at: float = math.inf
     # Released, but its key stays taken until ``ends_at``.
-    kept: bool = False
+    resting: bool = False
     # Being released or cancelled. No later reply revives it.
     leaving: bool = False
     # Being ended because its lease has expired. Neither a renewal nor a release by its
@@ -73,7 +73,7 @@ class LocalClaims(Generic[E]):
         self.wakeup = Flag()
         # By owner, and those released whose key stays taken until ``ends_at``.
         self.entries: dict[str, E] = {}
-        self.kept: set[E] = set()
+        self.resting: set[E] = set()
         # Keys that another claim held at the last attempt.
         self.contended = RecentKeys()
         self.maintainer = BackgroundThread(thread, maintain)
@@ -83,7 +83,7 @@ class LocalClaims(Generic[E]):
     # So the assignments that belong together follow the last call.
 
     def all(self) -> list[E]:
-        return [*self.entries.values(), *self.kept]
+        return [*self.entries.values(), *self.resting]
 
     def granted(self, entry: E, token: int) -> None:
         """Record a grant, which has to be collected or renewed within its ttl."""
@@ -91,16 +91,16 @@ class LocalClaims(Generic[E]):
         entry.token, entry.waiting, entry.since = token, False, time.time()
         self.maintain_from(entry.ends_at)
 
-    def keep(self, entry: E, keep: float) -> None:
+    def rest(self, entry: E, rest_for: float) -> None:
         """Release an entry, but keep its key taken."""
-        self.kept.add(entry)
-        entry.kept, entry.ends_at = True, clock.now() + keep
+        self.resting.add(entry)
+        entry.resting, entry.ends_at = True, clock.now() + rest_for
         del self.entries[entry.claim.owner]
         self.maintain_from(entry.ends_at)
 
     def forget(self, entry: E) -> None:
         owner = entry.claim.owner
-        self.kept.discard(entry)
+        self.resting.discard(entry)
         if self.entries.get(owner) is entry:
             del self.entries[owner]
         entry.gone, entry.waiting = True, False

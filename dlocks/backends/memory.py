@@ -65,8 +65,10 @@ class MemoryBackend(Backend):
             claims[0].key, table.recount, claims[0], count=count
         )
 
-    def release(self, claim: Claim, *, failed: bool = False, keep: float = 0.0) -> bool:
-        return self._step(claim.key, table.release, claim, keep=keep)
+    def release(
+        self, claim: Claim, *, failed: bool = False, rest_for: float = 0.0
+    ) -> bool:
+        return self._step(claim.key, table.release, claim, rest_for=rest_for)
 
     def pin(self, claim: Claim, database: str) -> bool:
         return self._step(claim.key, table.renew, claim)

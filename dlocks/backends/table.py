@@ -160,23 +160,23 @@ def admit(state: KeyState, at: Moment) -> KeyState:
 
 
 def release(
-    state: KeyState, claim: Claim, at: Moment, keep: float = 0.0
+    state: KeyState, claim: Claim, at: Moment, rest_for: float = 0.0
 ) -> tuple[KeyState, bool]:
     """End a hold, or cancel a queued claim. The queue advances.
 
-    With ``keep``, the key stays taken for that many seconds.
+    With ``rest_for``, the key stays taken for that many seconds.
     """
     ended = False
     if state.held is not None and state.held.claim.owner == claim.owner:
         # A repeated release succeeds again.
         ended = True
         state = replace(
-            state, held=replace(state.held, end=at.now + keep), is_released=True
+            state, held=replace(state.held, end=at.now + rest_for), is_released=True
         )
     elif (share := state.hold_of(claim)) is not None:
         ended = share.end > at.now
-        if keep:
-            end = at.now + keep
+        if rest_for:
+            end = at.now + rest_for
             state = state.with_hold(share, replace(share, end=end, count=0))
         else:
             state = replace(

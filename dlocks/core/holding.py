@@ -454,7 +454,7 @@ class Holding:
                 self.backend.release,
                 self.claim,
                 failed=self.life.state.failed,
-                keep=self.min_hold_left if self.has_min_hold else 0.0,
+                rest_for=self.min_hold_left if self.has_min_hold else 0.0,
             )
         except LockBackendError as error:
             self.is_released = True
@@ -484,7 +484,10 @@ class Holding:
         """Release the key once more, if the backend can be reached."""
         try:
             self.ask(
-                self.backend.release, self.claim, failed=True, keep=self.min_hold_left
+                self.backend.release,
+                self.claim,
+                failed=True,
+                rest_for=self.min_hold_left,
             )
         except LockError as trouble:
             if log:

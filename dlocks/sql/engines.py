@@ -31,7 +31,7 @@ FREE = (
     "(status <> 'P' AND end_time <= {now} AND shares = 0 AND (waiters = 0 OR NOT"
     f" %(fair)s) OR {OWN})"
 )
-RELEASE = "status = %(status)s, hold_count = 0, end_time = {after:keep}"
+RELEASE = "status = %(status)s, hold_count = 0, end_time = {after:rest_for}"
 WAITERS = (
     "(SELECT COUNT(*) FROM {claims} AS queued WHERE queued.key_resource = %(key)s AND"
     " queued.version IS NULL AND queued.end_time > {now})"
@@ -146,7 +146,7 @@ class Engine:
             "{greatest}": self.greatest,
         }.items():
             text = text.replace(name, value)
-        for name in ("ttl", "keep", "heard"):
+        for name in ("ttl", "rest_for", "heard"):
             later = LATER[vendor].format(f"%({name})s")
             text = text.replace(f"{{after:{name}}}", later)
         return " ".join(text.split())

@@ -71,9 +71,9 @@ class Slow:
         pause()
         return verified
 
-    def release(self, claim, *, failed=False, keep=0.0):
+    def release(self, claim, *, failed=False, rest_for=0.0):
         pause()
-        released = super().release(claim, failed=failed, keep=keep)
+        released = super().release(claim, failed=failed, rest_for=rest_for)
         if released:
             freed.setdefault(claim.owner, tick())
         pause()

@@ -159,7 +159,7 @@ class LeaseRules(ContractCase):
         self.needs("exclusive")
         claim = self.held()
         before = time.monotonic()
-        self.assertTrue(self.backend.release(claim, keep=0.3))
+        self.assertTrue(self.backend.release(claim, rest_for=0.3))
         self.assertGreaterEqual(
             self.granted_in_time(self.claim()) - before, 0.3 - 0.002
         )

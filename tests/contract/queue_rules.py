@@ -155,7 +155,7 @@ class QueueRules(ContractCase):
         self.needs("supports_queue")
         holder, claim = self.queued(1)
         before = time.monotonic()
-        self.backend.release(holder, keep=0.3)
+        self.backend.release(holder, rest_for=0.3)
         self.assertTrue(self.turn(claim))
         self.assertGreaterEqual(time.monotonic() - before, 0.3 - 0.002)
 
@@ -163,7 +163,7 @@ class QueueRules(ContractCase):
         """The first waiter has not polled since the key became free."""
         self.needs_positions()
         holder, claim = self.queued(1)
-        self.backend.release(holder, keep=0.1)
+        self.backend.release(holder, rest_for=0.1)
         time.sleep(0.15)
         self.refused(self.claim())
         self.assertTrue(self.turn(claim))
@@ -209,7 +209,7 @@ class QueueRules(ContractCase):
         self.assertFalse(self.backend.release(share))
         self.released(alone)
         share = self.held(shared=True)
-        self.assertTrue(self.backend.release(share, keep=0.5))
+        self.assertTrue(self.backend.release(share, rest_for=0.5))
         # This renewal was on its way.
         self.assertEqual(dict(self.backend.renew([share])), {})
         self.granted_in_time(alone)

@@ -252,9 +252,11 @@ class DatabaseBackend(Backend):
     def pin(self, claim: Claim, database: str) -> bool:
         return self.transactions.pin(claim, database)
 
-    def release(self, claim: Claim, *, failed: bool = False, keep: float = 0.0) -> bool:
+    def release(
+        self, claim: Claim, *, failed: bool = False, rest_for: float = 0.0
+    ) -> bool:
         if claim.scope == "transaction" and not claim.shared and self.in_transaction():
-            if self.deletes and not keep and self.connection.in_atomic_block:
+            if self.deletes and not rest_for and self.connection.in_atomic_block:
                 # A row deleted by an open transaction would make all inserts wait.
                 # Django logs the name of a callback that fails, and a partial() has
                 # none.
@@ -263,8 +265,8 @@ class DatabaseBackend(Backend):
 
                 transaction.on_commit(tidy, using=self.database, robust=True)
             status = "F" if failed else "S"
-            return self.transactions.release(claim, status, keep)
-        return self.holders.release(claim, failed=failed, keep=keep)
+            return self.transactions.release(claim, status, rest_for)
+        return self.holders.release(claim, failed=failed, rest_for=rest_for)
 
     def expire(self, claim: Claim, ago: float) -> None:
         """End the lease of a claim, ``ago`` seconds ago, for a test."""

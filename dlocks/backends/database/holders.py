@@ -292,24 +292,24 @@ class Holders:
 
     # Release.
 
-    def release(self, claim: Claim, *, failed: bool, keep: float) -> bool:
+    def release(self, claim: Claim, *, failed: bool, rest_for: float) -> bool:
         session, began = self.session.raw, clock.now()
-        if self._release(claim, failed=failed, keep=keep):
+        if self._release(claim, failed=failed, rest_for=rest_for):
             return True
         if claim.shared or self.session.raw is session:
             return False
         return self.was_released(claim, began)
 
-    def _release(self, claim: Claim, *, failed: bool, keep: float) -> bool:
+    def _release(self, claim: Claim, *, failed: bool, rest_for: float) -> bool:
         status = "F" if failed else "S"
         if not claim.shared:
-            contended = not keep and claim.key in self.queue.contended
-            if not contended and self._release_at_once(claim, status, keep):
+            contended = not rest_for and claim.key in self.queue.contended
+            if not contended and self._release_at_once(claim, status, rest_for):
                 return True
             # The key has waiters, or the claim has something else to release.
-            if not keep and self._hand_over(claim, status):
+            if not rest_for and self._hand_over(claim, status):
                 return True
-        return self._release_by_step(claim, status, keep)
+        return self._release_by_step(claim, status, rest_for)
 
     def _hand_over(self, claim: Claim, status: str) -> bool:
         if self.store.deletes:
@@ -320,7 +320,7 @@ class Holders:
         return waiters is not None
 
     @staticmethod
-    def releasing(claim: Claim, status: str, keep: float) -> dict[str, Any]:
+    def releasing(claim: Claim, status: str, rest_for: float) -> dict[str, Any]:
         """Return the parameters of the statements that release a key, and no others.
 
         mysqlclient quotes all of them.
@@ -329,26 +329,26 @@ class Holders:
             "key": claim.key,
             "owner": claim.owner,
             "status": status,
-            "keep": ticks(keep),
+            "rest_for": ticks(rest_for),
         }
 
-    def _release_at_once(self, claim: Claim, status: str, keep: float) -> bool:
+    def _release_at_once(self, claim: Claim, status: str, rest_for: float) -> bool:
         """Release the key in one statement if it has no waiters.
 
         A crash of the server may lose this. Then the lease expires, and there is no
         other harm.
         """
-        flush = bool(keep) or self.session.in_transaction
-        parameters = self.releasing(claim, status, keep)
+        flush = bool(rest_for) or self.session.in_transaction
+        parameters = self.releasing(claim, status, rest_for)
         with suppress(RowLockedError):
-            if self.store.deletes and not keep:
+            if self.store.deletes and not rest_for:
                 reply = self.session.send("delete_own", parameters, flush)
             else:
                 reply = self.session.send("release", parameters, flush, flushed=flush)
             return reply.changed == 1
         return False
 
-    def _release_by_step(self, claim: Claim, status: str, keep: float) -> bool:
+    def _release_by_step(self, claim: Claim, status: str, rest_for: float) -> bool:
         """Release the key, the shared hold or the queue position of a claim.
 
         The queue advances.
@@ -357,7 +357,7 @@ class Holders:
 
         def rule(state: KeyState, claim: Claim, at: Moment) -> tuple[KeyState, bool]:
             nonlocal released
-            after, ended = rules.release(state, claim, at, keep)
+            after, ended = rules.release(state, claim, at, rest_for)
             # It may have been released before, and the reply was lost.
             released = released or ended
             return after, released
@@ -370,7 +370,7 @@ class Holders:
                 )
             except RowLockedError:
                 if (
-                    outcome := self._release_locked(claim, status, keep, began)
+                    outcome := self._release_locked(claim, status, rest_for, began)
                 ) is not None:
                     return outcome
                 let_renewals_pass()
@@ -380,7 +380,7 @@ class Holders:
                 return ended
 
     def _release_locked(
-        self, claim: Claim, status: str, keep: float, began: float
+        self, claim: Claim, status: str, rest_for: float, began: float
     ) -> bool | None:
         """Release a claim whose key another transaction has locked, if that can be.
 
@@ -393,7 +393,7 @@ class Holders:
         )
         one_writer = self.session.engine.one_writer
         gone = row is None
-        if not (gone or keep or one_writer):
+        if not (gone or rest_for or one_writer):
             # The reply to a deletion may be lost. The next step that locks the lock row
             # counts the remaining claims.
             gone = self.queue.delete(claim) or self.queue.row_of(claim) is None

@@ -88,7 +88,7 @@ class Several:
             # The reply to a first step may be lost together with the session. It may
             # have granted what the repeated one has found claimed or locked by others.
             for claim in claims:
-                self.holders.release(claim, failed=True, keep=0.0)
+                self.holders.release(claim, failed=True, rest_for=0.0)
         return grants
 
     def release(self, claims: Sequence[Claim], *, failed: bool) -> bool:

@@ -147,12 +147,12 @@ class TransactionLocks:
             holder=holder,
         )
 
-    def release(self, claim: Claim, status: str, keep: float) -> bool:
+    def release(self, claim: Claim, status: str, rest_for: float) -> bool:
         """Write the row as it is to be after the commit, and notify the next waiter."""
         if self.session.connection.needs_rollback:
             # The rollback releases it.
             return True
-        parameters = self.holders.releasing(claim, status, keep)
+        parameters = self.holders.releasing(claim, status, rest_for)
         rows: Sequence[Any] = ()
         with suppress(RowLockedError):
             rows = self.session.send("release_on_commit", parameters, True).rows

@@ -192,11 +192,13 @@ class QuorumBackend(Backend):
             )
         )
 
-    def release(self, claim: Claim, *, failed: bool = False, keep: float = 0.0) -> bool:
+    def release(
+        self, claim: Claim, *, failed: bool = False, rest_for: float = 0.0
+    ) -> bool:
         if (term := self._terms.get(claim.owner)) is None:
             return False
         return self._counted(
-            self._end(claim, term, Answers.is_decided, failed=failed, keep=keep)
+            self._end(claim, term, Answers.is_decided, failed=failed, rest_for=rest_for)
         )
 
     def holder(self, key: str) -> Holder | None:
@@ -379,13 +381,13 @@ class QuorumBackend(Backend):
         is_enough: Callable[[Answers], bool] = Answers.suffices,
         *,
         failed: bool = True,
-        keep: float = 0.0,
+        rest_for: float = 0.0,
     ) -> Answers:
         """Release the claim at all members, also at those that did not reply."""
         term.over = True
         answers = self._ask(
             lambda member: member.backend.release(
-                self._at(member, claim, term), failed=failed, keep=keep
+                self._at(member, claim, term), failed=failed, rest_for=rest_for
             ),
             is_enough,
             cancel=False,

@@ -192,9 +192,11 @@ class RedisBackend(Backend):
     def verify(self, claims: Sequence[Claim], count: int | None = None) -> bool:
         return count is not None and bool(self._run(scripts.VERIFY, claims[0], count))
 
-    def release(self, claim: Claim, *, failed: bool = False, keep: float = 0.0) -> bool:
+    def release(
+        self, claim: Claim, *, failed: bool = False, rest_for: float = 0.0
+    ) -> bool:
         sent: list[Any] = []
-        arguments = "F" if failed else "S", milliseconds(keep) if keep else 0
+        arguments = "F" if failed else "S", milliseconds(rest_for) if rest_for else 0
         (released,) = self._requests.run(scripts.RELEASE, [(claim, arguments)], sent)
         # The reply to the first request was lost. It may have released the key, which
         # another claim may hold by now.

@@ -207,7 +207,9 @@ class SessionBackend(Backend):
         entry.count = count
         return True
 
-    def release(self, claim: Claim, *, failed: bool = False, keep: float = 0.0) -> bool:
+    def release(
+        self, claim: Claim, *, failed: bool = False, rest_for: float = 0.0
+    ) -> bool:
         if claim.scope == "transaction":
             # The lock ends with the transaction.
             return True
@@ -215,13 +217,13 @@ class SessionBackend(Backend):
             entry = self.claims.entries.get(claim.owner)
             if entry is None:
                 return False
-            if keep and entry.token is not None and not entry.expired:
-                self.claims.keep(entry, keep)
+            if rest_for and entry.token is not None and not entry.expired:
+                self.claims.rest(entry, rest_for)
             else:
                 # From here on, no other thread may request the key for it.
                 entry.leaving = True
         self.queue.wait_without(claim)
-        return entry.kept or (self.queue.release(entry) and not entry.expired)
+        return entry.resting or (self.queue.release(entry) and not entry.expired)
 
     def enqueue(
         self, claim: Claim, channel: str = "", position: int | None = None
@@ -329,7 +331,7 @@ class SessionBackend(Backend):
     def _ends_at(self, entry: Entry) -> float:
         if entry.waiting or entry.gone:
             return math.inf
-        return entry.ends_at + (0 if entry.kept else self.grace)
+        return entry.ends_at + (0 if entry.resting else self.grace)
 
     @staticmethod
     def _is_left(entry: Entry) -> bool:

@@ -135,7 +135,7 @@ class Claims(LocalClaims[Entry]):
                 claim.shared
                 and (
                     one.claim.shared
-                    or (one.claim.owner == claim.beside and not one.kept)
+                    or (one.claim.owner == claim.beside and not one.resting)
                 )
                 for one in session.at.get(entry.name, ())
             )

@@ -209,13 +209,15 @@ class ZooKeeperBackend(Backend):
                     continue
                 self.claims.forget(entry)
 
-    def release(self, claim: Claim, *, failed: bool = False, keep: float = 0.0) -> bool:
+    def release(
+        self, claim: Claim, *, failed: bool = False, rest_for: float = 0.0
+    ) -> bool:
         with self.claims.mutex:
             entry = self.claims.entries.get(claim.owner)
             if entry is None:
                 return False
-            if keep and entry.token is not None and not entry.expired:
-                self.claims.keep(entry, keep)
+            if rest_for and entry.token is not None and not entry.expired:
+                self.claims.rest(entry, rest_for)
                 return True
         timeout = SOON if entry.token is None else None
         return self._release_entry(entry, timeout=timeout) and not entry.expired
@@ -237,7 +239,7 @@ class ZooKeeperBackend(Backend):
             )
         for ticket, answer in zip(found, answers, strict=True):
             if entry := own.get(ticket):
-                if not entry.kept:
+                if not entry.resting:
                     yield entry.as_holder()
             elif not isinstance(answer, NoNodeError):
                 yield holder_of(key, *answer)
@@ -476,7 +478,7 @@ class ZooKeeperBackend(Backend):
             for entry in entries:
                 self.claims.forget(entry)
             self.claims.orphans.clear()
-        held = [one for one in entries if one.token is not None and not one.kept]
+        held = [one for one in entries if one.token is not None and not one.resting]
         if held:
             report = "The ZooKeeper session of DLOCKS[%r] ended with %d locks"
             logger.warning(report, self.alias, len(held))
@@ -530,7 +532,7 @@ class ZooKeeperBackend(Backend):
             return math.inf
         if entry.waiting:
             return entry.last_seen_at + HEARTBEAT_TIMEOUT
-        return entry.ends_at if entry.kept else entry.ends_at + self.grace
+        return entry.ends_at if entry.resting else entry.ends_at + self.grace
 
     def _end(self, entry: Entry) -> None:
         with self.claims.mutex:

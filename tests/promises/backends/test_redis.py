@@ -66,7 +66,7 @@ def test_only_the_hold_that_was_shown_is_cleared(backend):
     assert backend.holder("crashed") is None
     kept = claim("kept")
     token = backend.acquire(kept).token
-    backend.release(kept, keep=60.0)
+    backend.release(kept, rest_for=60.0)
     assert sorted(backend.keys()) == ["kept", "key"]
     assert backend.clear("kept", token)
     assert backend.keys() == ["key"]

@@ -261,7 +261,7 @@ def test_a_finalizer_in_a_thread_of_the_backend_is_refused(backend, monkeypatch,
 def test_a_release_is_false_once_the_expired_lease_has_ended(backend, monkeypatch):
     """Another caller may have the key before this process has forgotten its claim."""
     send = backend.ensemble.send
-    for keep in (0.0, 60.0):
+    for rest_for in (0.0, 60.0):
         deleted, forgets = threading.Event(), threading.Event()
 
         def send_and_wait(*requests, deleted=deleted, forgets=forgets, **options):
@@ -271,14 +271,14 @@ def test_a_release_is_false_once_the_expired_lease_has_ended(backend, monkeypatc
                 assert forgets.wait(30)
             return answers
 
-        mine = claim(f"key {keep}", ttl=0.2)
+        mine = claim(f"key {rest_for}", ttl=0.2)
         assert backend.acquire(mine)
         monkeypatch.setattr(backend.ensemble, "send", send_and_wait)
         assert deleted.wait(30)
-        released = backend.release(mine, keep=keep)
+        released = backend.release(mine, rest_for=rest_for)
         forgets.set()
         monkeypatch.setattr(backend.ensemble, "send", send)
-        assert not released, keep
+        assert not released, rest_for
 
 
 @pytest.fixture

@@ -168,7 +168,7 @@ def test_an_expired_holder_cannot_release_during_the_handover(
     try:
         assert "its lease expired" in str(backend.holder(mine.key))
         assert dict(backend.renew([mine])) == {}
-        assert backend.release(mine, keep=60.0) is False
+        assert backend.release(mine, rest_for=60.0) is False
         assert backend.release(mine) is False
     finally:
         ends.set()
