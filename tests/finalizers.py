@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from typing import Any
+
+from dlocks import LockBackendError
 
 
 def by_finalizer(function: Callable[[], object]) -> Callable[[], None]:
@@ -21,3 +24,15 @@ def by_finalizer(function: Callable[[], object]) -> Callable[[], None]:
         gc.collect()
 
     return strike
+
+
+def noting(answers: list[Any], ask: Callable[[], Any]) -> Callable[[], None]:
+    """Return a function that adds the answer to a request, or the text of its error."""
+
+    def note() -> None:
+        try:
+            answers.append(ask())
+        except LockBackendError as error:
+            answers.append(str(error))
+
+    return note

@@ -28,11 +28,11 @@ this_thread = threading.local()
 
 Mutex = threading.RLock
 
-# Returns a new mutex, which is a leaf: it is held for a few statements, and meanwhile
-# nobody sends a request, calls user code or waits for another mutex. It is reentrant,
-# because a signal handler or a finalizer may strike inside a section of its own thread.
-# Its owner replaces it in a forked child, where a thread of the parent may have held
-# it. No function of our own, since each hold makes one.
+# Returns a new mutex, which is a leaf: its holder sends no request, calls no user code
+# and waits for no other mutex. It is reentrant, because a signal handler or a finalizer
+# may strike inside a section of its own thread. Its owner replaces it in a forked
+# child, because a thread of the parent may have held it. This is the function of
+# threading itself, because each hold makes a mutex.
 new_mutex: Callable[[], Mutex] = threading.RLock
 
 

@@ -219,8 +219,8 @@ class Actor:
             try:
                 await self.do.until(lambda gift=gift: gift.is_claimed, BOX_TIMEOUT)
             except asyncio.CancelledError:
-                # Nobody resumes the texts of this caller, and nothing else frees their
-                # keys.
+                # No process resumes the texts of this caller, so their keys stay taken
+                # until the leases end.
                 for one in self.gifts:
                     if one.entry.outcome == "detached" and one.claim():
                         self.round.unchecked |= set(one.entry.keys)

@@ -148,7 +148,7 @@ def test_an_inner_release_is_refused_and_the_hold_goes_on(
 def test_a_block_that_a_finalizer_ends_in_a_request_frees_its_key(
     using, interrupted, until, is_busy
 ):
-    """A generator that nobody refers to any more is closed in the middle of a request.
+    """The garbage collector closes a generator in the middle of a request.
 
     Its block cannot be left later.
     """

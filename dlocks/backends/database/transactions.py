@@ -96,9 +96,9 @@ class TransactionLocks:
     def _refuse_unfit(self, claim: Claim) -> None:
         """Refuse a transaction whose snapshot may be older than the lock.
 
-        It would not show the changes of the last holder. One that reads what is not
-        committed is refused too. One that ends when it meets a locked row could not try
-        at all.
+        Such a snapshot does not show the changes of the last holder. A transaction at
+        READ UNCOMMITTED is refused too, and so is one that ends when it meets a locked
+        row.
         """
         database = self.session.database
         if not self.session.engine.isolation:

@@ -301,7 +301,10 @@ class SessionBackend(Backend):
             self.claims.wakeup.wait(pause)
 
     def _maintain_once(self) -> float | None:
-        """Do what is due. Return the seconds to the next pass if there are sessions."""
+        """Do the work that is due, and return the seconds until the next pass.
+
+        Return None if no session is open.
+        """
         claims = self.claims
         with claims.mutex:
             if not (sessions := self.sessions.all()):

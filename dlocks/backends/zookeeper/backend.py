@@ -498,7 +498,10 @@ class ZooKeeperBackend(Backend):
             self.claims.wakeup.wait(pause)
 
     def _maintain_once(self) -> float | None:
-        """Release expired claims. Return the seconds to the next pass, if any."""
+        """Release expired claims, and return the seconds until the next pass.
+
+        Return None if this thread has ended its work.
+        """
         with self.claims.mutex:
             now = clock.now()
             entries = self.claims.all()

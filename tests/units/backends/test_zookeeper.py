@@ -13,7 +13,7 @@ import pytest
 from kazoo.exceptions import ConnectionLoss
 
 from dlocks import LockBackendError, LockLost, db_lock
-from tests.finalizers import by_finalizer
+from tests.finalizers import by_finalizer, noting
 from tests.internals import (
     ZooKeeperBackend,
     backends,
@@ -236,13 +236,8 @@ def test_a_finalizer_in_a_thread_of_the_backend_is_refused(backend, monkeypatch,
     """The garbage collector may call it while this thread changes the tables."""
     answers, entries = [], backend.claims.all
 
-    def inner():
-        try:
-            answers.append(lock("another", timeout=0).try_acquire())
-        except LockBackendError as error:
-            answers.append(str(error))
-
-    strike = by_finalizer(inner)
+    other = lock("another", timeout=0)
+    strike = by_finalizer(noting(answers, other.try_acquire))
 
     def all_entries():
         if threading.current_thread().name == "dlocks-zookeeper" and not answers:

@@ -12,7 +12,7 @@ from django.db import connection
 
 from dlocks import LockBackendError
 from tests import jobs
-from tests.finalizers import by_finalizer
+from tests.finalizers import by_finalizer, noting
 from tests.internals import Claim, SessionBackend, backends, disconnect
 from tests.promises.session.server import POSTGRESQL, SERVERS, lock
 from tests.timing import eventually
@@ -512,13 +512,8 @@ def test_a_finalizer_in_a_thread_of_the_backend_is_refused(
     """The garbage collector may call it while this thread changes the tables."""
     answers, sessions = [], backend.sessions.all
 
-    def inner():
-        try:
-            answers.append(lock("another", timeout=0).try_acquire())
-        except LockBackendError as error:
-            answers.append(str(error))
-
-    strike = by_finalizer(inner)
+    other = lock("another", timeout=0)
+    strike = by_finalizer(noting(answers, other.try_acquire))
 
     def collect():
         if threading.current_thread().name == name and not answers:
