@@ -22,7 +22,7 @@ from dlocks.testing import frozen_clock, held_elsewhere, lose
 from tests import jobs
 from tests.for_each import for_each
 from tests.promises.locks.keys import clear, is_taken, queued
-from tests.timing import NotYetError, in_time
+from tests.timing import NotYetError, TooLateError, in_time
 from tests.volume import volume
 
 pytest_plugins = ["tests.promises.stops"]
@@ -96,10 +96,15 @@ def test_the_statements_for_many_keys_grow_with_their_number(using):
         # began meanwhile would lock them, and each would be released by itself.
         lock = db_lock(*keys, using=using, timeout=90, ttl=600, renew=False)
         sizes[number] = counts = []
+        connection.ensure_connection()
+        session = connection.connection
         for _ in ("new", "there"):
             acquiring, hold = statements(lock.acquire)
             sent = acquiring, statements(hold.renew)[0], statements(hold.release)[0]
             counts += map(len, sent)
+        if connection.connection is not session:
+            # PostgreSQL ends the session of a step that stalls for 2 s.
+            raise TooLateError("A step stalled, and its statements were sent again.")
     pairs = list(zip(sizes[500], sizes[2_000], strict=True))
     assert all(many <= 4 * few for few, many in pairs), pairs
 
