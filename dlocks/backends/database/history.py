@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dlocks.backends.database.store import Store
+from dlocks.exceptions import LockBackendError
 from dlocks.sql.clock import After
 
 # Maximum number of records that one statement deletes.
@@ -95,5 +96,13 @@ class HistoryTable:
                 return int(self.records.filter(pk__in=ids).delete()[0])
 
         found: list[int]
+        before: list[int] = []
         while found := self.session.unlocked(list, oldest[:BATCH]):
+            if found == before:
+                raise LockBackendError(
+                    f"Old records of ended holds on database {self.session.database!r}"
+                    " exist, but this session does not delete them. Check whether row"
+                    " security or a trigger keeps them."
+                )
             yield self.session.unlocked(delete, found)
+            before = found

@@ -3,10 +3,12 @@
 from functools import partial
 
 import pytest
+from django.core.management import CommandError, call_command
 from django.db import connection
 
 from dlocks import LockBackendError, db_lock, db_rwlock, history
 from dlocks.models import HoldRecord
+from tests import rows
 
 
 @pytest.mark.engine("mariadb", "mysql")
@@ -165,3 +167,24 @@ def test_a_row_that_a_trigger_keeps_unchanged_grants_nothing():
     finally:
         with connection.cursor() as cursor:
             cursor.execute(drop)
+
+
+@pytest.mark.engine("postgresql", "sqlite")
+@pytest.mark.django_db(transaction=True)
+def test_a_trigger_that_keeps_old_records_is_an_error():
+    """The command would find the same records again and again."""
+    create, drop = SKIP[connection.vendor]
+    create = create.replace(
+        "UPDATE ON dlocks_resourcelock", "DELETE ON dlocks_holdrecord"
+    )
+    rows.ended("stock:7", ago=31 * 86400)
+    with connection.cursor() as cursor:
+        cursor.execute(create)
+    try:
+        with pytest.raises(CommandError, match="trigger"):
+            call_command("reap_locks")
+    finally:
+        with connection.cursor() as cursor:
+            cursor.execute(drop)
+    call_command("reap_locks")
+    assert not HoldRecord.objects.exists()
