@@ -6,7 +6,6 @@ import hashlib
 import json
 from datetime import UTC, datetime
 from typing import Any
-from zoneinfo import ZoneInfo
 
 from django.db import models
 from django.db.backends.base.base import BaseDatabaseWrapper
@@ -98,16 +97,14 @@ class ClockField(models.DateTimeField):  # type: ignore[type-arg]
     settings.
     """
 
+    def select_format(self, compiler: Any, sql: str, params: Any) -> Any:
+        if compiler.connection.vendor == "postgresql":
+            # The session may have another time zone than Django has set, and assumes.
+            # And a time zone repeats an hour of each year.
+            sql = f"({sql}) AT TIME ZONE 'UTC'"
+        return sql, params
+
     def from_db_value(
         self, value: datetime | None, expression: Any, connection: BaseDatabaseWrapper
     ) -> datetime | None:
-        if value is None:
-            return None
-        if connection.vendor != "postgresql":
-            return value.replace(tzinfo=UTC)
-        # The session may have another time zone than Django has set, and assumes.
-        # psycopg 2 only knows its name.
-        info = connection.connection.info
-        zone = getattr(info, "timezone", None)
-        zone = zone or ZoneInfo(info.parameter_status("TimeZone"))
-        return value.replace(tzinfo=zone).astimezone(UTC)
+        return None if value is None else value.replace(tzinfo=UTC)

@@ -11,7 +11,7 @@ import pickle
 import re
 import threading
 import time
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 
 import pytest
 from asgiref.sync import async_to_sync, sync_to_async
@@ -370,6 +370,18 @@ def test_the_time_zone_of_the_settings_does_not_matter(
     assert re.search(r"\) for \d\.\d s, (2\d|30) s left", str(busy.value))
     assert abs(lock.holder().since.timestamp() - time.time()) < 15
     in_other_thread(hold.release)
+
+
+@pytest.mark.driver
+def test_an_hour_that_the_time_zone_repeats_is_read_as_it_was_written(settings):
+    """Otherwise a lease that began in it would end an hour early or late."""
+    moments = [datetime(2025, 10, 26, hour, 30, tzinfo=UTC) for hour in (0, 1)]
+    for number, moment in enumerate(moments):
+        rows.held(f"stock:{number}", begin_time=moment)
+    # It is half past two for both.
+    settings.USE_TZ, settings.TIME_ZONE = False, "Europe/Berlin"
+    for number, moment in enumerate(moments):
+        assert db_lock(f"stock:{number}").holder().since == moment
 
 
 @pytest.mark.engine("postgresql", "mariadb", "mysql")
