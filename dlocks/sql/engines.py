@@ -274,7 +274,8 @@ class Engine:
         # The message covers all kinds of locks, for which SQLite has several codes.
         said = str(error)
         if "is locked" in said:
-            return "locked"
+            name = getattr(error.__cause__, "sqlite_errorname", "")
+            return "old snapshot" if name == "SQLITE_BUSY_SNAPSHOT" else "locked"
         return "readonly" if "readonly database" in said else None
 
 
@@ -486,7 +487,13 @@ ENGINES: dict[str, Engine] = {
         greatest="MAX",
         granted=" RETURNING version",
         tell_first=f" RETURNING ({FIRST_CHANNEL})",
-        locked=frozenset({"locked"}),
+        locked=frozenset({"locked", "old snapshot"}),
+        # A step is tried again. The transaction of a caller stays as it is.
+        read_only=frozenset({"old snapshot"}),
+        read_only_settings=(
+            "its transaction began as a reader, and another one has written since (set"
+            " 'transaction_mode': 'IMMEDIATE' in OPTIONS)"
+        ),
         denied=frozenset({"readonly"}),
         denied_advice="The process must be able to write the file and its directory.",
         one_writer=True,

@@ -453,7 +453,9 @@ class Session:
                     if not inside:
                         abandon(connection)
                     raise interrupt from None
-                if self.engine.code_of(error) in self.engine.locked:
+                code = self.engine.code_of(error)
+                ends = inside and code in self.engine.read_only
+                if code in self.engine.locked and not ends:
                     raise RowLockedError from error
                 if inside:
                     self._end_with_server(connection, error)

@@ -517,6 +517,30 @@ def test_on_sqlite_a_lease_inside_a_transaction_is_refused():
 
 @pytest.mark.engine("sqlite")
 @FAMILY
+def test_on_sqlite_a_transaction_that_cannot_write_any_more_gets_an_error(
+    using, monkeypatch, in_other_thread
+):
+    """The key is free. To report it as busy would skip the work in silence."""
+
+    def write():
+        db_lock("stock:8", using=using).acquire().release()
+
+    db_lock("stock:7", using=using).acquire().release()
+    connection.close()
+    monkeypatch.setitem(connection.settings_dict["OPTIONS"], "transaction_mode", None)
+    try:
+        with transaction.atomic():
+            assert not Counter.objects.exists()
+            in_other_thread(write)
+            with pytest.raises(LockBackendError, match="began as a reader") as caught:
+                db_lock("stock:7", using=using).try_acquire()
+            assert not hasattr(caught.value, "__notes__")
+    finally:
+        connection.close()
+
+
+@pytest.mark.engine("sqlite")
+@FAMILY
 def test_on_sqlite_a_transaction_cannot_wait_for_a_lease(using, workers):
     """A single attempt and a decorator find the key busy, without such an error."""
 
