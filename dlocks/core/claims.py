@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -105,7 +104,10 @@ def claim_for(
             f" callers doing this would deadlock. Release the {what} first, or take"
             f" the write lock from the start.{kept}"
         )
-    in_transaction = backend.in_transaction()
+    in_transaction, is_kept = backend.in_transaction(), False
+    if in_transaction:
+        in_it = TransactionMarker.keys_of(connection_of(backend.database))
+        is_kept = (identity, key) in in_it
     ttl = backend.ttl if isinstance(lock.ttl, FromSettings) else float(lock.ttl)
     if lock.max_hold is not None:
         ttl = min(ttl, lock.max_hold)
@@ -118,7 +120,8 @@ def claim_for(
         ttl=ttl,
         scope=lock.scope or ("transaction" if belongs else "lease"),
         takeover=lock.takeover,
-        fair=lock.fair,
+        # Behind the waiters, it would wait for its own transaction.
+        fair=lock.fair and not is_kept,
         shared=shared,
         permits=lock.permits,
         beside=other.claim.owner if other is not None else "",
@@ -136,10 +139,7 @@ def claim_for(
             raise ValueError(text)
         raise RuntimeError(text)
     if claim.scope == "lease":
-        locked: Collection[Any] = ()
-        if in_transaction:
-            locked = TransactionMarker.keys_of(connection_of(backend.database))
-        if (identity, key) in locked or (other is not None and _is_pinned_here(other)):
+        if is_kept or (other is not None and _is_pinned_here(other)):
             raise RuntimeError(
                 f"{lock.key!r} is kept by the transaction of this thread until it"
                 " ends. A lease or a shared hold would have to wait for that. Acquire"

@@ -207,6 +207,51 @@ def test_a_waiter_acquires_the_key_when_the_transaction_ends(case, workers):
     assert roll_back or token > first
 
 
+@SERVERS
+@FAMILY
+def test_a_transaction_acquires_its_key_again_before_others(using, workers, in_queue):
+    """The transaction keeps the key. Behind the waiters, it would wait for itself."""
+    (waiter,) = workers(1)
+    lock = db_lock("stock:7", using=using, timeout=5)
+    with transaction.atomic():
+        with lock:
+            waiter.start(jobs.wait_for, "stock:7", using=using, timeout=30)
+            assert waiter.hear() == "waiting"
+            in_queue(1)
+        with lock as again:
+            assert again.held
+    _, token = waiter.hear()
+    assert token > again.token
+
+
+@SERVERS
+def test_a_key_is_acquired_again_after_the_rollback_of_an_inner_block(
+    workers, threads, in_queue
+):
+    """On InnoDB, the transaction still keeps the key from those who wait."""
+    holder, waiter = workers(2)
+    holder.start(jobs.hold, "stock:7")
+    holder.hear()
+    lock = db_lock("stock:7", timeout=8)
+
+    def acquire_twice():
+        with transaction.atomic():
+            with pytest.raises(ZeroDivisionError), transaction.atomic(), lock:
+                1 / 0  # noqa: B018
+            with lock as again:
+                return again.held
+
+    thread = threads(acquire_twice)
+    in_queue(1)
+    waiter.start(jobs.wait_for, "stock:7", timeout=30)
+    in_queue(2)
+    holder.tell()
+    thread.join(60)
+    assert thread.results == [True]
+    assert waiter.hear() == "waiting"
+    waiter.hear()
+
+
 @TWO_SERVERS
 @FAMILY
 def test_the_timeout_limits_the_wait_for_a_transaction(using, workers):
@@ -637,13 +682,18 @@ def test_a_lock_that_would_wait_for_its_own_caller_is_refused(is_busy, until):
             with first, second:
                 pass
         until(lambda key=first.key: not is_busy(key))
-    # A lock that was rolled back is not kept.
+    # PostgreSQL does not keep a lock that was rolled back.
     with transaction.atomic():
         with pytest.raises(ZeroDivisionError), transaction.atomic(), db_lock("stock:9"):
             raise ZeroDivisionError
+        lease = db_lock("stock:9", scope="lease", **policy)
         if connection.vendor == "postgresql":
-            with db_lock("stock:9", scope="lease", **policy):
+            with lease:
                 pass
+        else:
+            # InnoDB keeps the row locked.
+            with pytest.raises(RuntimeError, match="have to wait"):
+                lease.acquire()
     until(lambda: not is_busy("stock:9"))
 
 
