@@ -122,8 +122,10 @@ class Engine:
     )
     # Whether a statement can limit how long it waits for a row.
     limits_waits: bool = False
-    # The end of a SELECT that waits for a row in the engine's own queue.
+    # Waits for a row in the engine's own queue, for at most ``wait`` seconds. And the
+    # code of the error after that.
     in_turn: str = ""
+    waited: object = None
     # Whether a rollback to a savepoint unlocks the rows that were locked since.
     unlocks: bool = False
     # Whether a transaction that writes has the whole database to itself.
@@ -447,7 +449,12 @@ ENGINES: dict[str, Engine] = {
         # In a transaction, these come before wait_timeout.
         idle=("idle_readonly_transaction_timeout", "idle_write_transaction_timeout"),
         plain_reads=PLAIN_READS.format("tx_isolation"),
-        in_turn=" FOR UPDATE WAIT 1",
+        # Its own limit, WAIT, is in whole seconds.
+        in_turn=(
+            "SET STATEMENT max_statement_time = %(wait)s FOR SELECT 1 FROM {locks}"
+            " WHERE key_resource = %(key)s FOR UPDATE"
+        ),
+        waited=1969,
         compound=True,
     ),
     "mysql": Engine(

@@ -34,8 +34,8 @@ LIVE_WAIT = 15.0
 # Seconds for which it waits afterwards. A process that was stopped in the middle of a
 # step may keep the row locked for 2 seconds.
 LAPSED_WAIT = 3.0
-# Seconds for which one step waits that releases a key, renews a short lease, or lets a
-# writer read.
+# Seconds for which one step waits that releases a key or passes it on, renews a short
+# lease, or lets a writer read.
 STEP_WAIT = 0.5
 
 
@@ -172,7 +172,7 @@ class Holders:
             # Others lock the row of a contended key one after another. A few tries that
             # skip a locked row may all fail before a short lease expires.
             wait = min(left[claim.owner], STEP_WAIT) / len(short)
-            step = partial(self.store.step, wait=wait, in_turn=len(short) == 1)
+            step = partial(self.store.step, wait=wait, in_turn=True)
             with suppress(RowLockedError):
                 if step(claim.key, rules.renew, claim)[0]:
                     left[claim.owner] = claim.ttl
@@ -273,13 +273,17 @@ class Holders:
         )
 
     def exchange(self, claim: Claim, successor: Claim) -> Grant | None:
-        try:
-            grant, _ = self.store.step(
-                claim.key, rules.exchange, claim, successor, wait=LAPSED_WAIT
-            )
-        except RowLockedError as error:
-            raise self.locked(claim.key) from error
-        return rounded(grant, successor)
+        began, arguments = clock.real_now(), (rules.exchange, claim, successor)
+        while True:
+            try:
+                grant, _ = self.store.step(
+                    claim.key, *arguments, wait=STEP_WAIT, in_turn=True
+                )
+                return rounded(grant, successor)
+            except RowLockedError as error:
+                if clock.real_now() > began + LAPSED_WAIT:
+                    raise self.locked(claim.key) from error
+                let_renewals_pass()
 
     def expire(self, claim: Claim, ago: float) -> bool:
         """Let the lease of a claim have ended some seconds ago."""

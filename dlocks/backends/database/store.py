@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from django.db import IntegrityError
 from django.db.models import CharField, Func, Value
+from django.db.utils import Error
 
 from dlocks.backends import table as rules
 from dlocks.backends.base import HEARTBEAT_TIMEOUT, UnstorableKeyError
@@ -226,11 +227,11 @@ class Store:
 
         Raise RowLockedError if another transaction has locked the row for ``wait``
         seconds. With ``in_turn``, it waits in the engine's own queue of the row, if
-        there is one, for up to a second.
+        there is one.
         """
         mine = next((one.owner for one in arguments if isinstance(one, Claim)), "")
 
-        def work(turn: bool) -> tuple[T, Key]:
+        def work(turn: float) -> tuple[T, Key]:
             (locked,) = self._lock([key], wait, True, mine, in_turn=turn)
             return self.apply(locked, rule, *arguments, **saving), locked
 
@@ -258,7 +259,7 @@ class Store:
     ) -> T:
         """Call ``work`` with several keys, given in order, that one step has locked."""
 
-        def locked(_: bool) -> T:
+        def locked(_: float) -> T:
             found: list[Key] = []
             absent: set[str] = set()
             for some in batches(keys):
@@ -275,7 +276,7 @@ class Store:
 
     def _transaction(
         self,
-        work: Callable[[bool], T],
+        work: Callable[[float], T],
         wait: float,
         *,
         draws: bool = True,
@@ -285,11 +286,11 @@ class Store:
     ) -> T:
         """Call ``work`` in a transaction of its own, again after lost races."""
 
-        def attempt(turn: bool) -> T:
+        def attempt(turn: float) -> T:
             with self.session.transaction():
                 return work(turn)
 
-        engine, pause, turn = self.session.engine, 0.001, False
+        engine, pause, turn = self.session.engine, 0.001, 0.0
         began, failing_since = clock.real_now(), clock.FOREVER
         while True:
             try:
@@ -309,10 +310,12 @@ class Store:
                 if not draws or clock.real_now() > began + ABSENT_FOR:
                     raise
             except RowLockedError:
-                if engine.limits_waits or clock.real_now() > began + wait:
+                left = began + wait - clock.real_now()
+                if engine.limits_waits or left < 0.001:
                     raise
-                turn = in_turn and bool(engine.in_turn)
-                if not turn:
+                if in_turn and engine.in_turn:
+                    turn = left
+                else:
                     clock.back_off(pause)
                     pause = min(2 * pause, 0.016)
 
@@ -323,7 +326,7 @@ class Store:
         flush: bool,
         mine: str = "",
         *,
-        in_turn: bool = False,
+        in_turn: float = 0.0,
     ) -> list[Key]:
         """Lock the rows of keys, in their order. Raise RowLockedError or AbsentError.
 
@@ -336,9 +339,7 @@ class Store:
             # A transaction that has only read cannot always continue with a write.
             session.execute(session.sql(NOTHING), {})
         if in_turn:
-            one_row, parameters = session.one_of("key_resource", keys, "key")
-            sql = f"SELECT 1 FROM {{locks}} WHERE {one_row}{session.engine.in_turn}"
-            session.execute(session.sql(sql), parameters)
+            self._wait_in_turn(keys[0], in_turn)
         settings, asked_at = self.limits(wait, flush=flush), clock.now()
         rows = self.locks.select_for_update(nowait=not settings)
         rows = rows.annotate(now=Now(), **settings)
@@ -356,6 +357,15 @@ class Store:
             self._without_kept(self._key(row, claims[row.pk], asked_at, mine))
             for row in locked
         ]
+
+    def _wait_in_turn(self, key: str, wait: float) -> None:
+        engine, sql = self.session.engine, self.session.sql(self.session.engine.in_turn)
+        try:
+            self.session.execute(sql, {"key": key, "wait": wait})
+        except Error as error:
+            if engine.code_of(error) == engine.waited:
+                raise RowLockedError from error
+            raise
 
     def limits(self, wait: float = ROW_WAIT, *, flush: bool = True) -> dict[str, Any]:
         """Return what the statement that locks a row sets for its transaction.
@@ -474,7 +484,11 @@ class Store:
         changes: dict[str, Any] = {"end_time": At(held.end), "hold_count": held.count}
         if held.token > version:
             changes |= {"version": held.token, "begin_time": At(held.since.timestamp())}
-        if not self.claims.filter(pk=row.pk).update(**changes):
+        mine = self.claims.filter(pk=row.pk)
+        if row.version is not None and self.session.engine.idle:
+            # InnoDB would wait for a transaction that guards itself by the share.
+            list(mine.select_for_update(nowait=True).values_list("pk"))
+        if not mine.update(**changes):
             raise ChangedError({row.key_resource})
 
     def insert_claim(

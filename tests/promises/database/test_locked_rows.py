@@ -10,7 +10,14 @@ import pytest
 from django.db import connection, transaction
 from django.test.utils import CaptureQueriesContext
 
-from dlocks import LockTimeout, db_lock, db_rwlock, db_semaphore
+from dlocks import (
+    LockBackendError,
+    LockTimeout,
+    db_lock,
+    db_rwlock,
+    db_semaphore,
+    resume_hold,
+)
 from dlocks.backends.database import PessimisticBackend
 from dlocks.models import LockClaim, ResourceLock
 from dlocks.values import Claim
@@ -100,6 +107,55 @@ def test_a_key_from_the_queue_is_renewed_while_others_lock_its_row_in_turn(
         end.set()
     for thread in waiter, *others:
         thread.join(30)
+
+
+@SERVERS
+def test_a_locked_row_of_a_short_lease_delays_no_other_renewal(threads, until):
+    """One thread renews all leases of a server."""
+    other = db_lock("stock:8", ttl=1.0).acquire()
+    hold = db_lock("stock:7", ttl=3.0).acquire()
+    locked, end = threading.Event(), threading.Event()
+
+    def keep_row():
+        with transaction.atomic():
+            ResourceLock.objects.select_for_update().get(pk="stock:7")
+            locked.set()
+            assert end.wait(30)
+
+    thread = threads(keep_row)
+    try:
+        assert locked.wait(30)
+        until(lambda: not hold.held)
+        other.check()
+    finally:
+        end.set()
+        thread.join(30)
+    other.release()
+
+
+@SERVERS
+def test_a_handover_of_a_locked_row_delays_no_renewal(threads, until):
+    """Within a transaction, the thread that renews also sends its request."""
+    other = db_lock("stock:8", ttl=1.5).acquire()
+    text = db_lock("stock:7").acquire().detach()
+    locked, end = threading.Event(), threading.Event()
+
+    def keep_row():
+        with transaction.atomic():
+            ResourceLock.objects.select_for_update().get(pk="stock:7")
+            locked.set()
+            assert end.wait(30)
+
+    thread = threads(keep_row)
+    try:
+        assert locked.wait(30)
+        with transaction.atomic(), pytest.raises(LockBackendError, match="is locked"):
+            resume_hold(text)
+        other.check()
+    finally:
+        end.set()
+        thread.join(30)
+    other.release()
 
 
 @SERVERS

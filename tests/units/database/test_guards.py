@@ -13,7 +13,7 @@ from dlocks import LockBackendError, db_lock, db_rwlock
 from dlocks.models import LockClaim, ResourceLock
 from tests import jobs, rows
 from tests.for_each import for_each
-from tests.internals import backends, holders
+from tests.internals import Claim, backends, holders
 from tests.timing import in_time
 
 pytestmark = [pytest.mark.driver, pytest.mark.django_db(transaction=True)]
@@ -120,6 +120,26 @@ def test_a_try_does_not_wait_for_a_guarded_share(level, workers):
             else:
                 cursor.execute("SELECT upper(current_setting('transaction_isolation'))")
             assert cursor.fetchone() == (level,)
+    holder.tell()
+    assert holder.hear() == "ended"
+
+
+@EVERY_SERVER
+def test_a_renewal_does_not_wait_for_a_guarded_share(workers, monkeypatch):
+    """The guard has begun since the keeper looked. Its transaction may be long.
+
+    The first lease of a waiter is short, so that a step renews it.
+    """
+    (holder,) = workers(1)
+    holder.start(jobs.share_under_guard, "stock")
+    assert holder.hear()
+    share = LockClaim.objects.get()
+    claim = Claim(key="stock", ttl=3600.0, shared=True, owner=share.owner)
+    monkeypatch.setattr(holders, "HANDOVER_LEASE", 600.0)
+    began = time.monotonic()
+    left = backends["default"].renew([claim])
+    in_time(time.monotonic() - began, 4.0)
+    assert 0 < left[share.owner] <= 30
     holder.tell()
     assert holder.hear() == "ended"
 
