@@ -119,6 +119,14 @@ class TransactionMarker:
                 return marker
         return cls(connection, savepoints, block)
 
+    def keep(self, key: Any, whole: TransactionMarker) -> None:
+        """Record a key whose row is locked from this point of the whole transaction on.
+
+        On InnoDB, the row stays locked after the rollback of a savepoint.
+        """
+        unlocks = engine_of(connection_of(self.alias)).unlocks
+        (self if unlocks else whole).keys[key] = None
+
     @property
     def stands(self) -> bool:
         connection = self._reference()

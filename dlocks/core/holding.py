@@ -29,7 +29,6 @@ from dlocks.runtime.connected import connection_of
 from dlocks.runtime.keeper import keeper
 from dlocks.runtime.requests import refuse_nested, request
 from dlocks.signals import has_receivers, send_ended
-from dlocks.sql.engines import engine_of
 from dlocks.transactions import TransactionMarker, forbid_commit, in_testcase
 from dlocks.values import Claim, Grant
 
@@ -93,10 +92,7 @@ class Holding:
             # A TestCase never commits, and its users count the on_commit() callbacks.
             whole = self.point if in_testcase(self.connection) else None
             self.whole = whole or TransactionMarker.whole(self.connection)
-            # On InnoDB, the row stays locked after the rollback of a savepoint.
-            unlocks = engine_of(self.connection).unlocks
-            keeping = self.point if unlocks else self.whole
-            keeping.keys[backend.identity, claim.key] = None
+            self.point.keep((backend.identity, claim.key), self.whole)
 
     # What is known without a request.
 

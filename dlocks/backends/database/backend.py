@@ -34,7 +34,7 @@ from dlocks.backends.database.queue import Queue
 from dlocks.backends.database.session import RowLockedError, Session
 from dlocks.backends.database.several import Several
 from dlocks.backends.database.state import rounded
-from dlocks.backends.database.store import ROW_WAIT, Store
+from dlocks.backends.database.store import NOTHING, ROW_WAIT, Store
 from dlocks.backends.database.transactions import TransactionLocks
 from dlocks.backends.notifiers import Notifier
 from dlocks.exceptions import LockBackendError, LockStale
@@ -209,7 +209,7 @@ class DatabaseBackend(Backend):
             )
             grant = rounded(grant, claim)
         except RowLockedError:
-            self.store.refuse_locked_table()
+            self._refuse_locked_table()
             grant = self.holders.grant_again(claim)
         except IntegrityError as error:
             # A trigger or a constraint of the project refuses the row.
@@ -217,6 +217,15 @@ class DatabaseBackend(Backend):
         if grant is None:
             self._refuse(claim)
         return grant
+
+    def _refuse_locked_table(self) -> None:
+        """Raise TableLockedError if not only rows are locked, but the table of keys.
+
+        A backup may let others read the table. So this writes, but no row.
+        """
+        session = self.session
+        if not session.engine.one_writer:
+            session.unlocked(session.execute, session.sql(NOTHING), {})
 
     def _refuse(self, claim: Claim) -> None:
         """Raise an error if waiting would not help."""
@@ -344,8 +353,8 @@ class DatabaseBackend(Backend):
         return self.session.in_transaction
 
     def run_outside(self, function: Callable[[], Any]) -> Any:
-        """Call a function outside of the caller's transaction, where that can be."""
-        if self.in_transaction() and not self.session.engine.one_writer:
+        """Call a function outside of the caller's transaction, unless that is alone."""
+        if self.in_transaction() and not self.session.is_alone:
             return self.runtime.run(function)
         return function()
 

@@ -13,9 +13,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from django.db import IntegrityError
+from django.db import Error, IntegrityError
 from django.db.models import CharField, Func, Value
-from django.db.utils import Error
 
 from dlocks.backends import table as rules
 from dlocks.backends.base import HEARTBEAT_TIMEOUT, UnstorableKeyError
@@ -85,7 +84,7 @@ class Store:
         self.observations = observations
         # Whether the row of a free key is deleted.
         self.deletes = deletes
-        # Calls a function outside of the caller's transaction.
+        # Calls a function outside of the caller's transaction, unless that is alone.
         self.run_outside = run_outside
         self.notifications = notifications
 
@@ -96,10 +95,6 @@ class Store:
     @property
     def claims(self) -> Any:
         return models().LockClaim.objects.using(self.session.database)
-
-    def outside(self, function: Callable[[], Any]) -> Any:
-        """Call a function outside of the caller's transaction, unless that is alone."""
-        return function() if self.session.is_alone else self.run_outside(function)
 
     # What can be stored.
 
@@ -134,15 +129,6 @@ class Store:
         rows = self.locks.annotate(now=Now()).filter(pk=key)
         row: Any = next(iter(self.session.unlocked(list, rows)), None)
         return row and self._key(row, [], asked_at)
-
-    def refuse_locked_table(self) -> None:
-        """Raise TableLockedError if not only rows are locked, but the table of keys.
-
-        A backup may let others read the table. So this writes, but no row.
-        """
-        session = self.session
-        if not session.engine.one_writer:
-            session.unlocked(session.execute, session.sql(NOTHING), {})
 
     def _read(self, keys: Sequence[str], asked_at: float | None) -> dict[str, Key]:
         # The claims come first. One that is granted in between is found in the row.
@@ -576,7 +562,7 @@ class Store:
         An uncommitted insert would make all other callers wait. Return False if that of
         another transaction was in the way, or if ``until`` has passed.
         """
-        return bool(self.outside(partial(self._create, keys, until)))
+        return bool(self.run_outside(partial(self._create, keys, until)))
 
     def _create(self, keys: Sequence[str], until: float) -> bool:
         session, created, together = self.session, 0, ""

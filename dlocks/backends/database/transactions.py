@@ -65,7 +65,7 @@ class TransactionLocks:
             else:
                 step = partial(self.store.step, claim.key, _make_room, claim)
                 try:
-                    ended, _key = self.store.outside(step)
+                    ended, _key = self.store.run_outside(step)
                 except RowLockedError:
                     # A transaction holds the key.
                     break
@@ -200,7 +200,9 @@ class TransactionLocks:
         if claim.shared:
             row, table = "id = %(id)s", "{claims} FORCE INDEX (PRIMARY)"
             find = session.sql("SELECT id FROM {claims} WHERE owner = %(owner)s")
-            found = self.store.outside(partial(reader.session.rows, find, parameters))
+            found = self.store.run_outside(
+                partial(reader.session.rows, find, parameters)
+            )
             if not found:
                 return False
             parameters["id"] = found[0][0]
@@ -216,7 +218,7 @@ class TransactionLocks:
                 return False
             return session.ask(renew, parameters).changed == 1
 
-        read = partial(self.store.outside, partial(reader.left, [claim], live=live))
+        read = partial(self.store.run_outside, partial(reader.left, [claim], live=live))
         return holders.retried(write, claim, left=read)
 
 
