@@ -7,10 +7,13 @@ the session's time zone. SQLite's ``unixepoch('subsec')`` is NULL before 3.42.
 
 from __future__ import annotations
 
+import time
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.backends.signals import connection_created
 from django.db.models import BigIntegerField, Expression, FloatField, Func
 
 from dlocks.fields import ClockField
@@ -30,11 +33,17 @@ LATER = {
         " 1e6)) || '000')"
     ),
 }
-# Microseconds since 1970. The clock of SQLite has a resolution of milliseconds.
+# Microseconds since 1970. The clock of SQLite has a resolution of milliseconds. A grant
+# that is rolled back within one leaves no trace, and the next token has to be larger.
+# So a function of the driver adds microseconds of the same clock.
 TICKS = {
     "postgresql": "(EXTRACT(EPOCH FROM clock_timestamp()) * 1000000)::bigint",
     "mysql": "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))",
-    "sqlite": "CAST((julianday('now') - 2440587.5) * 86400000 + 0.5 AS INTEGER) * 1000",
+    "sqlite": (
+        "(SELECT at + MAX(0, MIN(999, dlocks_nanoseconds() / 1000 - at)) FROM (SELECT"
+        " CAST((julianday('now') - 2440587.5) * 86400000 + 0.5 AS INTEGER) * 1000 AS"
+        " at))"
+    ),
 }
 # The seconds from now until a time.
 SECONDS = {
@@ -114,6 +123,27 @@ class SecondsUntil(Func):
     ) -> Any:
         column, parameters = compiler.compile(self.source_expressions[0])
         return SECONDS[connection.vendor].format(column), parameters
+
+
+# Without Python code, in which a signal could be handled. SQLite would lose its error.
+# In this form, freezegun does not stop it.
+_nanoseconds = partial(time.time_ns)
+
+
+def _add_function(*, connection: Any, **_: Any) -> None:
+    if connection.vendor == "sqlite":
+        connection.connection.create_function("dlocks_nanoseconds", 0, _nanoseconds)
+
+
+connection_created.connect(_add_function, dispatch_uid="dlocks.sql.clock")
+
+
+def ticks_at(now: float, vendor: str) -> int:
+    """Return a time that was just read from the database, as TICKS does."""
+    at = ticks(now)
+    if vendor == "sqlite":
+        at += max(0, min(999, _nanoseconds() // 1000 - at))
+    return at
 
 
 def ticks(seconds: float) -> int:

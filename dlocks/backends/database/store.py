@@ -36,7 +36,7 @@ from dlocks.backends.table import Held, KeyState, Moment, Waiting
 from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
 from dlocks.sql.charset import fitted
-from dlocks.sql.clock import After, At, Now, ticks
+from dlocks.sql.clock import After, At, Now, ticks, ticks_at
 from dlocks.sql.locked_rows import IS_IN_TRANSACTION
 from dlocks.values import Claim
 
@@ -163,7 +163,7 @@ class Store:
         # On SQLite, and if no clock is trusted, an expired share that still exists
         # belonged to its claim all the time.
         unclocked = self.observations is not None or self.session.engine.one_writer
-        at = Moment(now, self.grace, ticks(now), date)
+        at = Moment(now, self.grace, ticks_at(now, self.session.engine.vendor), date)
         shares, queue = [], []
         for one in claims:
             end = self._end(one, now, asked_at)

@@ -93,6 +93,20 @@ def test_a_rollback_leaves_no_trace(using, is_busy):
     assert not is_busy(using=using)
 
 
+@FAMILY
+def test_tokens_grow_although_transactions_are_rolled_back(using):
+    """Several of them may take a token within a millisecond."""
+    lock, tokens = db_lock("stock:7", using=using), []
+    for number in range(300):
+        if number % 10 == 9:
+            with lock as hold:
+                tokens.append(hold.token)
+        with pytest.raises(ZeroDivisionError), transaction.atomic(), lock as hold:
+            tokens.append(hold.token)
+            1 / 0  # noqa: B018
+    assert tokens == sorted(set(tokens))
+
+
 @pytest.mark.driver
 @FAMILY
 def test_the_rollback_of_an_inner_block_ends_its_lock(using, in_other_thread):
