@@ -11,11 +11,14 @@ from django.db.migrations.operations.base import Operation
 
 from dlocks.optimistic.version_field import STEPS, VersionField, version_field
 
+# Whether a write does not raise the version. A program that writes whole rows may set
+# it back, and an instance with the old version would overwrite that write.
+OUTDATED = "NEW.{version} < OLD.{version} OR NEW.{version} = OLD.{version}{changed}"
 # How each engine names the time in microseconds, a random step above the old version,
 # and whether a column has changed. "{column}" is a quoted name.
 POSTGRESQL = """
 CREATE FUNCTION {name}() RETURNS trigger LANGUAGE plpgsql AS $dlocks$ BEGIN
-    IF NEW.{version} = OLD.{version}{changed} THEN
+    IF {outdated} THEN
         NEW.{version} := greatest(
             OLD.{version} + 1 + floor(random() * {steps})::bigint,
             (extract(epoch FROM clock_timestamp()) * 1000000)::bigint
@@ -28,7 +31,7 @@ END $dlocks$
 INNODB = """
 CREATE TRIGGER {name} BEFORE UPDATE ON {table} FOR EACH ROW
 SET NEW.{version} = IF(
-    NEW.{version} = OLD.{version}{changed},
+    {outdated},
     GREATEST(
         OLD.{version} + 1 + FLOOR(RAND() * {steps}),
         TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))
@@ -39,7 +42,7 @@ SET NEW.{version} = IF(
 # SQLite's clock has milliseconds.
 SQLITE = """
 CREATE TRIGGER {name} AFTER UPDATE ON {table} FOR EACH ROW
-WHEN NEW.{version} = OLD.{version}{changed}
+WHEN {outdated}
 BEGIN
     UPDATE {table} SET {version} = max(
         OLD.{version} + 1 + abs(random() % {steps}),
@@ -105,7 +108,7 @@ class _VersionTrigger(Operation):
 
 
 class AddVersionTrigger(_VersionTrigger):
-    """Replace a row's version at each UPDATE that leaves it as it was.
+    """Replace a row's version at each UPDATE that does not raise it.
 
     Put it into a migration after the model has its VersionField. Writes of raw SQL and
     of other programs then make loaded instances stale, as ``QuerySet.update()`` does.
@@ -141,12 +144,14 @@ def _facts(connection: Any, model: Any) -> dict[str, Any]:
             f" {field.model._meta.label}. Name that model."
         )
     digest = hashlib.sha256(model._meta.db_table.encode()).hexdigest()[:16]
+    version = quote(field.column)
+    changed = _changed(connection, model, field) if field.ignore_fields else ""
     return {
         "name": quote(f"dlocks_version_{digest}"),
         "table": quote(model._meta.db_table),
-        "version": quote(field.column),
+        "version": version,
         "steps": STEPS,
-        "changed": _changed(connection, model, field) if field.ignore_fields else "",
+        "outdated": OUTDATED.format(version=version, changed=changed),
     }
 
 

@@ -94,6 +94,21 @@ def test_versions_of_raw_sql_are_not_repeated():
                 assert versions == sorted(set(versions))
 
 
+def test_a_program_that_writes_whole_rows_restores_no_version():
+    """With its old version, an older instance would overwrite the program's change."""
+    article, page = Article.objects.create(title="a"), Page.objects.create(slug="a")
+    Article.objects.update(title="b")
+    Page.objects.update(text="b")
+    with trigger(Counter, Article), trigger(Page):
+        whole = "UPDATE tests_article SET title = 'c', version = %s"
+        execute(whole, article.version)
+        is_stale(article.save)
+        for columns in ("text = 'c', hits = 7", "hits = 8"):
+            whole = f"UPDATE tests_page SET {columns}, lock_version = %s"
+            execute(whole, page.lock_version)
+            is_stale(page.save)
+
+
 def test_a_write_of_ignored_fields_is_left_alone():
     page = Page.objects.create(slug="a", text="x")
     with trigger(Page):
