@@ -46,9 +46,9 @@ class VersionedQuerySet(models.QuerySet[M]):
         field = version_field(self.model)
         if self._version is not None:
             return super().update(**kwargs, **{field.name: self._version})
+        self._refuse_version(kwargs)
         if not kwargs or field.ignores(self.model, kwargs):
             return super().update(**kwargs)
-        self._refuse_version(kwargs)
         return self._count(**kwargs)
 
     def _count(self, **kwargs: Any) -> int:

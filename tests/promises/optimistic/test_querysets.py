@@ -77,6 +77,9 @@ def test_update_refuses_a_version_as_a_value(article, django_assert_num_queries)
             Article.objects.update(version=7)
         with pytest.raises(ValueError, match="is replaced by each update"):
             Article.objects.bulk_update([article], ["version"])
+        with pytest.raises(ValueError, match="is replaced by each update"):
+            # An older version would let a stale instance overwrite the row.
+            Page.objects.update(hits=1, lock_version=7)
         assert Article.objects.none().update(title="x") == 0
 
 
