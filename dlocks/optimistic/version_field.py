@@ -44,9 +44,11 @@ def step() -> int:
 
 
 def _reset() -> None:
-    global _mutex
+    global _last, _mutex
     # Another thread of the parent may have held it.
     _mutex = new_mutex()
+    # While the clock is behind it, all children would count on from the same version.
+    _last = 0
 
 
 in_child(_reset)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 
 import pytest
 from django import forms
@@ -13,7 +14,9 @@ from dlocks.optimistic import retry as retry_module
 from dlocks.optimistic import retry_on_conflict
 from dlocks.optimistic.forms import VersionedModelForm
 from dlocks.optimistic.retry import is_conflict
+from dlocks.optimistic.version_field import new_version
 from tests.models import Article
+from tests.promises.test_forks import in_child
 
 pytestmark = [pytest.mark.front, pytest.mark.django_db]
 
@@ -55,6 +58,14 @@ def test_only_lost_races_are_conflicts():
     assert not is_conflict(OperationalError(1205, "Lock wait timeout exceeded"))
     assert is_conflict(OperationalError(1213, "Deadlock found"))
     assert is_conflict(OperationalError(1020, "Record has changed since last read"))
+
+
+def test_forked_processes_have_different_versions(monkeypatch):
+    """Their clock may be behind the last version of their parent."""
+    new_version()
+    ahead = time.time_ns
+    monkeypatch.setattr(time, "time_ns", lambda: ahead() - 10**12)
+    assert len({in_child(new_version) for _ in range(2)}) == 2
 
 
 def test_equal_secrets_have_different_marks():
