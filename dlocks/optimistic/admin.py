@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from django.conf import settings
 from django.contrib import admin, messages
 from django.contrib.admin.models import LogEntry
 from django.contrib.admin.options import get_content_type_for_model
@@ -14,12 +15,14 @@ from django.core import checks
 from django.core.signing import BadSignature
 from django.db import connections, router
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
+from django.utils.timezone import get_default_timezone, make_naive
 from django.utils.translation import gettext as _
 
 from dlocks.exceptions import StaleVersion
 from dlocks.optimistic.forms import (
     TOKEN,
     VersionedFormSet,
+    VersionedFormSetMixin,
     VersionedInlineFormSet,
     VersionedModelForm,
     sign_version,
@@ -30,26 +33,27 @@ from dlocks.transactions import TransactionMarker
 
 
 class _Versioned:
-    """The form, the formset of inlines, and a check that a form has the version."""
+    """The form and the formset, and a check that they carry the version."""
 
     form: Any = VersionedModelForm
     formset: Any = VersionedInlineFormSet
 
     def check(self, **kwargs: Any) -> list[checks.CheckMessage]:
         messages: list[checks.CheckMessage] = super().check(**kwargs)  # type: ignore[misc]
-        if not issubclass(self.form, VersionedModelForm):
-            messages.append(
-                checks.Error(
-                    f"{type(self).__name__}.form carries no version, so it would"
-                    " overwrite concurrent changes.",
-                    hint=(
-                        "Derive the form from"
-                        " dlocks.optimistic.forms.VersionedModelForm."
-                    ),
-                    obj=type(self),
-                    id="dlocks.E025",
+        for name, base, consequence in (
+            ("form", VersionedModelForm, "it would overwrite concurrent changes"),
+            ("formset", VersionedFormSetMixin, "its rows could not be saved"),
+        ):
+            if not issubclass(getattr(self, name), base):
+                what = f"{type(self).__name__}.{name}"
+                messages.append(
+                    checks.Error(
+                        f"{what} carries no version, so {consequence}.",
+                        hint=f"Derive it from dlocks.optimistic.forms.{base.__name__}.",
+                        obj=type(self),
+                        id="dlocks.E025",
+                    )
                 )
-            )
         return messages
 
 
@@ -186,11 +190,14 @@ def _set_change(form: Any, logged: Any) -> None:
     """
     conflict = getattr(form, "conflict", None)
     if conflict is not None:
+        since = conflict.since
+        if not settings.USE_TZ:
+            since = make_naive(since, get_default_timezone())
         conflict.change = (
             LogEntry.objects.filter(
                 content_type=get_content_type_for_model(logged),
                 object_id=logged.pk,
-                action_time__gte=conflict.since,
+                action_time__gte=since,
             )
             .select_related("user")
             .first()

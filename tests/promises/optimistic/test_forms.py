@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import re
 from contextlib import contextmanager
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from functools import partial
 from urllib.parse import urlencode
@@ -502,6 +502,16 @@ def test_the_page_says_who_changed_the_object_and_when(boss, place, settings):
     assert "Last changed in the admin" not in text
 
 
+def test_a_conflict_is_shown_if_use_tz_is_off(boss, article, settings):
+    settings.USE_TZ = False
+    url = f"{LIST}{article.pk}/change/"
+    data = sent(page(boss.get(url)), title="yours")
+    boss.post(url, sent(page(boss.get(url)), title="theirs"))
+    assert "Last changed in the admin by boss, " in page(boss.post(url, data))
+    LogEntry.objects.update(action_time=timezone.now() - timedelta(days=2))
+    assert "Last changed in the admin" not in page(boss.post(url, data))
+
+
 def test_a_form_outside_the_admin_names_no_user(article, boss):
     """Visitors of a public page must not see the names of the staff."""
     form = bound(article, title="yours")
@@ -697,8 +707,17 @@ def test_a_custom_form_without_a_version_is_an_error():
         form = forms.ModelForm
         inlines = [Inline]
 
+    class Rows(VersionedStackedInline):
+        model = Comment
+        formset = forms.BaseInlineFormSet
+
+    class WithRows(VersionedModelAdmin):
+        inlines = [Rows]
+
     for checked, number in (
         (Plain(Article, admin.site), 2),
+        # The admin would render no version, so that no row could be saved.
+        (WithRows(Article, admin.site), 1),
         (admin.site.get_model_admin(Article), 0),
     ):
         ids = [message.id for message in checked.check()]
