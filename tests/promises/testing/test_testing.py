@@ -128,6 +128,20 @@ def test_a_lost_lease_is_reported_at_once_as_a_takeover(using):
 
 
 @database
+@EVERY
+def test_a_lease_for_which_callers_wait_can_be_lost(using, threads, until):
+    """One of them may take over the key before the simulated caller."""
+    lock = db_lock("stock:7", using=using)
+    with pytest.raises(LockLost, match="took it over"), lock as hold:
+        waiter = threads(lambda: db_lock("stock:7", using=using).acquire().token)
+        until(hold.queue_length)
+        lose(hold)
+        assert not hold.held
+        waiter.join()
+    assert waiter.results[0] > hold.token
+
+
+@database
 def test_only_a_lease_of_this_process_can_be_ended():
     with pytest.raises(RuntimeError, match="no lease on 'stock:7'"):
         lose("stock:7")
