@@ -324,8 +324,10 @@ def refuse_bare(name: str, key: Any) -> None:
         is_bare = (
             function.__code__ in frame.f_code.co_consts
             and label != "<lambda>"
-            and not any(value is key for value in frame.f_locals.values())
-            and frame.f_globals.get(label) is not key
+            and not any(
+                value is key or value is function
+                for value in (*frame.f_locals.values(), frame.f_globals.get(label))
+            )
         )
     else:
         # A key function returns a string. The only such classes are those of strings.

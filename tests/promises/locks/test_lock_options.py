@@ -328,6 +328,12 @@ def test_a_function_as_the_key_can_have_any_form():
 
     assert Private.build("7") == "7"
 
+    @db_lock(functools.cache(local), timeout=0)
+    def build_often(value):
+        return value
+
+    assert build_often("7") == "7"
+
     @db_lock(str, timeout=0)
     def build_text(value):
         return value
