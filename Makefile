@@ -104,6 +104,7 @@ test-psycopg2:
 	@$(MAKE) --no-print-directory VENV=$(PSYCOPG2) $(PSYCOPG2)/.test-psycopg2
 	@$(PSYCOPG2)/bin/python -m tests.run postgresql -- $(or $(ARGS),tests/testing/test_contract.py::TestPessimistic \
 	    tests/promises/database/test_transactions.py tests/promises/database/test_queue.py \
+	    tests/promises/integrations/test_settings.py::test_a_higher_isolation_level_causes_a_warning \
 	    -k 'not (many_waiting or many_new or readers_and_writers_in)')
 
 lint: $(VENV)/.lint

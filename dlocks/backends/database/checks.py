@@ -71,9 +71,16 @@ def _check_engine(
             return None
         runs, hint = level or "the server default", f"Set {setting} = 'read committed'."
     else:
-        # psycopg's numbers for READ UNCOMMITTED and READ COMMITTED. The server's
-        # default is READ COMMITTED.
-        if level in {"read committed", None, 1, 2}:
+        # Its driver may not be installed. The numbers depend on the driver.
+        from django.db.backends.postgresql.psycopg_any import IsolationLevel as Level
+
+        # The server's default is READ COMMITTED.
+        if level in {
+            "read committed",
+            None,
+            Level.READ_UNCOMMITTED,
+            Level.READ_COMMITTED,
+        }:
             return None
         runs, hint = "an isolation level above READ COMMITTED", f"Remove {setting}."
     return checks.Warning(
