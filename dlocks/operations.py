@@ -236,16 +236,8 @@ def clear(
             _refuse_live(backend, lock)
         return lock
 
-    why = ""
-    if not isinstance(backend, DatabaseBackend):
-        why = _("acquired by another holder in the meantime")
-    elif stale_only and backend.observations is not None:
-        why = _(
-            "expired by the database's clock, but not observed for long enough: force"
-            " its release, with a reason"
-        )
     act = partial(backend.clear, key, version, stale_only=stale_only)
-    return _change(backend, read, act, why)
+    return _change(backend, read, act, stale_only=stale_only)
 
 
 def kept_by_transaction() -> str:
@@ -275,7 +267,8 @@ def end_share(
         if isinstance(backend, DatabaseBackend)
         else backend.clear
     )
-    return _change(backend, read, partial(end, key, token, stale_only=stale_only))
+    act = partial(end, key, token, stale_only=stale_only)
+    return _change(backend, read, act, stale_only=stale_only)
 
 
 def _refuse_live(backend: Backend, hold: LockRow) -> None:
@@ -312,16 +305,25 @@ def _change(
     backend: Backend,
     read: Callable[[], LockRow],
     act: Callable[[], bool],
-    why: str = "",
+    *,
+    stale_only: bool = False,
 ) -> LockRow:
     before = read()
     # A savepoint keeps the transaction of a request usable if the database refuses.
     inside = backend.in_transaction()
     with transaction.atomic(using=backend.database) if inside else nullcontext():
         done = act()
-    if not done:
-        raise NotCleared(why or kept_by_transaction(), read())
-    return before
+    if done:
+        return before
+    why = kept_by_transaction()
+    if not isinstance(backend, DatabaseBackend):
+        why = _("acquired by another holder in the meantime")
+    elif stale_only and backend.observations is not None:
+        why = _(
+            "expired by the database's clock, but not observed for long enough: force"
+            " its release, with a reason"
+        )
+    raise NotCleared(why, read())
 
 
 def is_column(number: int) -> bool:

@@ -216,3 +216,11 @@ def test_commands_end_no_observed_lease_by_the_clock():
                 with pytest.raises(CommandError, match=message):
                     call_command("clear_lock", "stock:7", "--yes", *flags, **watching)
             hold.check()
+        with db_rwlock("catalogue", using="watching").read() as hold:
+            ran_out(table="dlocks_lockclaim")
+            message = "by the database's clock, but not observed for long enough"
+            with pytest.raises(CommandError, match=message):
+                call_command(
+                    "clear_lock", "catalogue", share=hold.token, yes=True, **watching
+                )
+            hold.check()
