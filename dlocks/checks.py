@@ -157,43 +157,46 @@ def check_tables(databases: Sequence[str] | None = None, **kwargs: Any) -> Messa
 
     It is run by 'manage.py check --database default'.
     """
-    from dlocks.backends.database.backend import DatabaseBackend
-    from dlocks.backends.session.backend import SessionBackend
-
     if not apps.is_installed("dlocks"):
         return []
     found: dict[str, Messages] = {alias: [] for alias in databases or []}
-    seen = set()
     for _, backend in _made():
-        if getattr(backend, "database", None) not in found:
-            continue
-        if any(message.id == "dlocks.W005" for message in found[backend.database]):
+        messages = found.get(getattr(backend, "database", ""))
+        if messages is None or any(one.id == "dlocks.W005" for one in messages):
             # Each alias would report that the database cannot be reached.
             continue
-        messages = found[backend.database]
-        if isinstance(backend, SessionBackend):
-            messages += _check_session(backend)
-        if not isinstance(backend, DatabaseBackend):
-            continue
-        if backend.database not in seen:
-            try:
-                # A session does not find tables in another schema, so they would be
-                # reported as missing.
-                messages += _check_schema(backend) or _check_migrated(backend)
-                messages += _check_interference(backend)
-                if backend.connection.vendor == "mysql":
-                    messages += _check_innodb(backend)
-                if backend.connection.vendor != "sqlite":
-                    messages += _check_isolation(backend)
-            except Error as error:
-                messages.append(
-                    checks.Warning(
-                        f"The tables of dlocks could not be checked: {error}",
-                        id="dlocks.W005",
-                    )
-                )
-        seen.add(backend.database)
+        # Aliases may share a database.
+        messages += [one for one in check_alias(backend) if one not in messages]
     return [message for messages in found.values() for message in messages]
+
+
+def check_alias(backend: Backend) -> Messages:
+    """Check the tables or the sessions of one alias, if it has any."""
+    from dlocks.backends.database.backend import DatabaseBackend
+    from dlocks.backends.session.backend import SessionBackend
+
+    if isinstance(backend, SessionBackend):
+        return _check_session(backend)
+    if not isinstance(backend, DatabaseBackend):
+        return []
+    messages: Messages = []
+    try:
+        # A session does not find tables in another schema, so they would be reported as
+        # missing.
+        messages += _check_schema(backend) or _check_migrated(backend)
+        messages += _check_interference(backend)
+        if backend.connection.vendor == "mysql":
+            messages += _check_innodb(backend)
+        if backend.connection.vendor != "sqlite":
+            messages += _check_isolation(backend)
+    except Error as error:
+        messages.append(
+            checks.Warning(
+                f"The tables of dlocks could not be checked: {error}",
+                id="dlocks.W005",
+            )
+        )
+    return messages
 
 
 def _check_session(backend: SessionBackend) -> Messages:

@@ -13,7 +13,7 @@ from django.db.utils import Error
 
 from dlocks.api import db_lock
 from dlocks.backends.database.backend import DatabaseBackend
-from dlocks.checks import check_tables
+from dlocks.checks import check_alias
 from dlocks.conf import backends
 from dlocks.exceptions import LockBackendError
 from dlocks.management.base import add_duration, add_flag, seconds_of
@@ -142,7 +142,7 @@ def _failed_checks(backend: Any) -> list[checks.CheckMessage]:
     """Return the messages of the system check that mean that locks fail."""
     return [
         message
-        for message in [*backend.check(), *check_tables([backend.database])]
+        for message in [*backend.check(), *check_alias(backend)]
         if message.is_serious(checks.ERROR) or message.id in BROKEN
     ]
 

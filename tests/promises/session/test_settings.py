@@ -7,6 +7,7 @@ import contextlib
 import pytest
 from django.core.checks import run_checks
 from django.core.exceptions import ImproperlyConfigured
+from django.core.management import CommandError, call_command
 from django.db import connection, connections, transaction
 
 from dlocks import LockBackendError, LockTimeout
@@ -82,6 +83,9 @@ def test_session_locks_behind_a_pooler_are_refused(mode, pooled):
     ):
         lock().acquire()
     assert "dlocks.E007" in reported(databases=["default"])
+    call_command("dlocks_health", using="default")
+    with pytest.raises(CommandError, match="Not healthy: session"):
+        call_command("dlocks_health", using="session")
     # The session of the pooler is unchanged.
     assert query("SELECT count(*) FROM pg_prepared_statements", "") == [(0,)]
     settings = (
