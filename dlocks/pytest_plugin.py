@@ -43,13 +43,19 @@ def frozen_lock_clock() -> Iterator[FrozenClock]:
 
 
 @pytest.fixture
-def lock_held_elsewhere() -> Iterator[Callable[..., None]]:
+def lock_held_elsewhere(
+    request: pytest.FixtureRequest,
+) -> Iterator[Callable[..., None]]:
     """Return a function that holds a key as another process would.
 
     The key is released at the end of the test.
     """
     from dlocks.testing import held_elsewhere
 
+    for name in {"db", "transactional_db"}.intersection(request.fixturenames):
+        # The database must be accessible until the release, whatever the order of the
+        # test's arguments is.
+        request.getfixturevalue(name)
     with ExitStack() as stack:
 
         def hold(key: str, **options: Any) -> None:

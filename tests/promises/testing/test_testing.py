@@ -311,6 +311,13 @@ def test_the_documented_test_cases_pass():
     assert result.errors + result.failures == []
 
 
+def test_the_order_of_the_fixtures_does_not_matter(lock_held_elsewhere, db):
+    """The key is released before the test loses its access to the database."""
+    lock_held_elsewhere("stock:7")
+    with pytest.raises(LockTimeout):
+        db_lock("stock:7", timeout=0).acquire()
+
+
 def test_the_documented_fixtures_work(tmp_path):
     """In a project of its own, pytest finds them by the entry point alone.
 
