@@ -98,6 +98,15 @@ class Seat(VersionedModel):
         return self.guest
 
 
+class Album(VersionedModel):
+    """A model whose related rows are in a table of their own."""
+
+    authors = models.ManyToManyField(Counter, blank=True)
+
+    def __str__(self) -> str:
+        return str(self.pk)
+
+
 class Badge(VersionedModel):
     """A model with a default for its key, whose rows Django looks for before a save."""
 

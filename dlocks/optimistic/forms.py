@@ -16,7 +16,7 @@ from typing import Any
 from django import forms
 from django.core.exceptions import ValidationError
 from django.core.signing import BadSignature, Signer
-from django.db import models
+from django.db import models, router, transaction
 from django.forms.formsets import DELETION_FIELD_NAME, ManagementForm
 from django.forms.models import BaseInlineFormSet, BaseModelFormSet
 from django.template.loader import render_to_string
@@ -153,6 +153,17 @@ class VersionedModelForm(forms.ModelForm):  # type: ignore[type-arg]
                 compress=True,
             )
             self.fields[TOKEN] = TokenField(required=False)
+
+    def save(self, commit: bool = True) -> Any:
+        """Save the row and its many-to-many relations as one change.
+
+        A form that is opened meanwhile cannot have the new version without them.
+        """
+        if not commit:
+            return super().save(commit=False)
+        using = router.db_for_write(type(self.instance), instance=self.instance)
+        with transaction.atomic(using=using):
+            return super().save()
 
     def full_clean(self) -> None:
         super().full_clean()

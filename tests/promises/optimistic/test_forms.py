@@ -35,7 +35,7 @@ from dlocks.optimistic.forms import (
     sign_version,
 )
 from tests.for_each import for_each
-from tests.models import Article, Comment, Counter
+from tests.models import Album, Article, Comment, Counter
 from tests.promises.admin.conftest import boss
 from tests.promises.admin.pages import page
 
@@ -342,6 +342,36 @@ def formset_of(data=None, form=ArticleForm, formset=VersionedFormSet):
     options = {"formset": formset, "extra": 0, "can_delete": True}
     factory = modelformset_factory(Article, form, **options)
     return factory(data, queryset=Article.objects.order_by("pk"))
+
+
+@pytest.mark.django_db(transaction=True)
+def test_relations_are_saved_together_with_the_version(in_other_thread):
+    """A form that is opened meanwhile cannot have the new version without them."""
+    ann, bob = (Counter.objects.create(name=name) for name in ("ann", "bob"))
+    kind = forms.modelform_factory(Album, VersionedModelForm, fields=["authors"])
+    Album.objects.create()
+
+    def opened():
+        form = kind(instance=Album.objects.get())
+        return {name: form[name].value() for name in form.fields}
+
+    def submit(data, author):
+        data = {**data, "authors": [*(one.pk for one in data["authors"]), author.pk]}
+        form = kind(data, instance=Album.objects.get())
+        return form.is_valid() and form.save()
+
+    between = []
+
+    def receiver(**kwargs):
+        between.append(in_other_thread(opened))
+
+    post_save.connect(receiver, sender=Album)
+    try:
+        assert submit(opened(), ann)
+    finally:
+        post_save.disconnect(receiver, sender=Album)
+    submit(between[0], bob)
+    assert ann in Album.objects.get().authors.all()
 
 
 def test_a_formset_refuses_and_shows_a_conflicting_row(article):
