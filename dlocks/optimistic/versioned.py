@@ -53,16 +53,22 @@ class VersionedQuerySet(models.QuerySet[M]):
 
     def _count(self, **kwargs: Any) -> int:
         """Replace the versions of all rows, and update other fields, if any."""
-        name, parents = version_field(self.model).name, self.model._meta.all_parents
+        field, meta = version_field(self.model), self.model._meta
         self._for_write = True
         # The version may be in a parent's table, which takes two statements.
         with (
             transaction.atomic(using=self.db, savepoint=False)
-            if parents
+            if meta.all_parents
             else nullcontext()
         ):
-            after = Greatest(models.F(name) + step(), models.Value(new_version()))
-            updated = super().update(**kwargs, **{name: after})
+            if link := meta.get_ancestor_link(field.model):
+                # A save writes that table first. In another order, the two would wait
+                # for each other.
+                keys = list(self.order_by().values_list(link.attname, flat=True))
+                rows = field.model._base_manager.using(self.db).filter(pk__in=keys)
+                list(rows.order_by("pk").select_for_update().values_list("pk"))
+            after = Greatest(models.F(field.name) + step(), models.Value(new_version()))
+            updated = super().update(**kwargs, **{field.name: after})
         # As in Django, earlier results are outdated.
         self._result_cache = None
         return updated

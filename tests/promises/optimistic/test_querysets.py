@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
-from django.db import OperationalError, transaction
+from django.db import OperationalError, connection, transaction
 from django.db.models import F
 
+from dlocks import StaleVersion
 from dlocks.optimistic.retry import is_conflict
 from tests import typed_usage
 from tests.models import Article, Comment, Counter, Footnote, Page, Report
@@ -69,6 +72,41 @@ def test_an_update_of_parent_and_child_is_one_change():
     assert Report.objects.update(title="t", pages=3) == 1
     assert Report.objects.values_list("title", "pages").get() == ("t", 3)
     is_stale(report.save)
+
+
+@COMMITS
+@pytest.mark.engine("postgresql", "mariadb", "mysql")
+def test_an_update_and_a_save_of_parent_and_child_do_not_deadlock(threads):
+    """Both begin with the table of the version."""
+    report = Report.objects.create(pages=1)
+    written = {name: threading.Event() for name in ("update", "save")}
+
+    def pause(mine, other):
+        def wrapper(execute, sql, *arguments):
+            result = execute(sql, *arguments)
+            if sql.startswith("UPDATE") and not written[mine].is_set():
+                written[mine].set()
+                # The other one writes as well, or waits for this one.
+                written[other].wait(0.5)
+            return result
+
+        return connection.execute_wrapper(wrapper)
+
+    def update():
+        with pause("update", "save"):
+            Report.objects.update(pages=2)
+
+    def save():
+        with pause("save", "update"):
+            try:
+                report.save()
+            except StaleVersion:
+                # The update came first.
+                return
+
+    started = threads(update), threads(save)
+    for thread in started:
+        thread.join()
 
 
 def test_update_refuses_a_version_as_a_value(article, django_assert_num_queries):
