@@ -125,9 +125,10 @@ class ResourceLockAdmin(ReadOnlyAdmin):
         if not self.has_view_permission(request):
             raise PermissionDenied
         if source.backend is not None and source.rows is None:
-            return self._listed(request, source.backend)
+            return self._listed(request, source.backend, extra_context or {})
         context = self._live(request, Past(self, request), request.path)
         context["title"] = capfirst(self.opts.verbose_name_plural)
+        context |= extra_context or {}
         if context["part"] in {"hour", "past"}:
             return self._page(request, "live", **context)
         return self._part_of(super().changelist_view(request, context))
@@ -173,7 +174,9 @@ class ResourceLockAdmin(ReadOnlyAdmin):
         template = f"admin/dlocks/resourcelock/{name}.html"
         return self._part_of(TemplateResponse(request, template, context))
 
-    def _listed(self, request: HttpRequest, backend: Backend) -> HttpResponse:
+    def _listed(
+        self, request: HttpRequest, backend: Backend, more: dict[str, Any]
+    ) -> HttpResponse:
         """Return the page of an alias whose locks are no rows."""
         row, holds, trouble = self.cells(request).row, [], ""
         try:
@@ -183,16 +186,16 @@ class ResourceLockAdmin(ReadOnlyAdmin):
         except LockBackendError as error:
             trouble = str(error)
         context = self._live(request, None, request.path)
-        context |= {"every": 10, "page": "holds_now", "part": context["part"] and "now"}
-        return self._page(
-            request,
-            "listed",
-            title=capfirst(self.opts.verbose_name_plural),
-            holds=holds,
-            trouble=trouble,
-            with_keys=True,
-            **context,
-        )
+        context |= {
+            "title": capfirst(self.opts.verbose_name_plural),
+            "every": 10,
+            "page": "holds_now",
+            "part": context["part"] and "now",
+            "holds": holds,
+            "trouble": trouble,
+            "with_keys": True,
+        }
+        return self._page(request, "listed", **context | more)
 
     def cells(self, request: HttpRequest) -> Cells:
         may = {act for act in ("clear", "force_release") if self._may(act, request)}
@@ -310,16 +313,14 @@ class ResourceLockAdmin(ReadOnlyAdmin):
         )
         if context["part"] not in {"hour", "past"}:
             context |= self._now(request, lock)
-        return self._page(
-            request,
-            "change_form",
-            title=printable(key),
-            key=key,
-            original=lock,
-            page="key",
-            sql=_sql(Source.of(request).database, key),
-            **context,
-        )
+        context |= {
+            "title": printable(key),
+            "key": key,
+            "original": lock,
+            "page": "key",
+            "sql": _sql(Source.of(request).database, key),
+        }
+        return self._page(request, "change_form", **context | (extra_context or {}))
 
     def _now(self, request: HttpRequest, lock: ResourceLock) -> dict[str, Any]:
         """Return the holds and the queue of a key."""

@@ -503,6 +503,20 @@ def test_a_row_locked_by_a_transaction_blocks_no_page_or_action(boss, in_other_t
     assert "forced: a" in confirm(boss, form)
 
 
+def test_a_subclass_of_the_admin_may_add_to_each_page(rf, admin_user):
+    rows.held("stock:7")
+    locks, more = site.get_model_admin(ResourceLock), {"title": "Ours"}
+    for alias, view, key in (
+        ("default", locks.changelist_view, []),
+        ("memory", locks.changelist_view, []),
+        ("default", locks.change_view, ["stock:7"]),
+    ):
+        request = rf.get(LIST, {"alias": alias})
+        request.user = admin_user
+        response = view(request, *key, extra_context=more)
+        assert "Ours" in text_of(response.render().content.decode())
+
+
 def test_the_index_and_the_sidebar_lead_to_the_list(viewer):
     """It is the only page of locks in them."""
     for address in ("/admin/", "/admin/dlocks/", LIST):
