@@ -16,7 +16,7 @@ from django.test import override_settings
 from dlocks.backends.base import Backend
 from dlocks.backends.database.backend import DatabaseBackend
 from dlocks.backends.memory import MemoryBackend
-from dlocks.conf import DEFAULT_ALIAS, backends
+from dlocks.conf import DEFAULT_ALIAS, backends, options_of
 from dlocks.core.hold import Hold
 from dlocks.core.lock import Lock
 from dlocks.exceptions import LockError
@@ -30,7 +30,7 @@ NAMES = {
     "dummy": "dlocks.backends.dummy.DummyBackend",
 }
 # Options that every backend has.
-COMMON = {"prefix", "ttl", "timeout", "grace", "slow_wait", "slow_hold"}
+COMMON = options_of(Backend)
 
 # Seconds since the end of a simulated expired lease, more than any grace.
 LONG_AGO = 3600.0
