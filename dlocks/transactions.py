@@ -43,8 +43,8 @@ class TransactionMarker:
         self.at_commit: list[Callable[[], object]] = []
         # The keys that are locked here, in order.
         self.keys: dict[Any, None] = {}
-        # Holds that belong to the transaction and may have no other reference.
-        self.holds: list[Any] = []
+        # The owners of the leases whose rows are locked here.
+        self.leases: set[str] = set()
         # Django's name for a callback that fails after a commit.
         self.__qualname__ = type(self).__name__
         callbacks = connection.run_on_commit

@@ -41,19 +41,37 @@ def verify(hold: Any, count: int) -> bool:
 
 def _ask(hold: Any, count: int) -> bool:
     for pin in hold.life.state.pins:
-        if pin.stands:
-            # Only that transaction can check the row, which it has locked. The lease
-            # may have expired, but no caller takes the key before the transaction ends.
-            if pin.is_elsewhere:
-                return True
+        if pin.stands and not pin.is_elsewhere:
+            # Only this transaction can check the row, which it has locked.
             late = replace(hold.next_claim(), late=True)
             return bool(request(hold.backend.pin, late, pin.alias))
+    if _is_locked_elsewhere(hold):
+        return True
     sent = clock.now()
     claim = hold.next_claim() if hold.may_be_late else hold.claim
     confirmed = bool(hold.ask(hold.backend.verify, [claim], count))
     if confirmed and claim.late and hold.backend.refusal(hold.claim) is None:
         hold.lease.record_answer(sent, claim.ttl)
     return confirmed
+
+
+def _is_locked_elsewhere(hold: Any) -> bool:
+    """Return whether a transaction of another thread has locked the row of a hold.
+
+    The lease may have expired, but no caller takes the key before that transaction
+    ends. While it is about to lock the row, wait for the reply, which may be a loss.
+    """
+    while pins := [
+        pin for pin in hold.life.state.pins if pin.stands and pin.is_elsewhere
+    ]:
+        # It may need this thread of the keeper.
+        if keeper.is_current or any(hold.claim.owner in pin.leases for pin in pins):
+            return True
+        if hold.backend.refusal(hold.claim) is not None:
+            # On SQLite it may wait for the transaction of this thread.
+            break
+        clock.back_off(0.002)
+    return False
 
 
 def _checked_ttl(ttl: Duration | None, holds: Sequence[Any]) -> float | None:

@@ -147,6 +147,7 @@ def _pin_first(
         raise hold.lost_error()
     try:
         _pin(hold, database, late=late)
+        pin.leases.add(hold.claim.owner)
     except BaseException:
         hold.life.unpin(pin)
         raise

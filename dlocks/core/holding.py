@@ -220,10 +220,7 @@ class Holding:
             raise self.lost_error()
         if self.scope == "transaction":
             self.refuse_other_thread()
-        # Within hold.atomic() only the caller's transaction can write the row.
-        elif callers.is_outside(backend) and (
-            backend.connect_first or not self.life.is_pinned
-        ):
+        elif callers.is_outside(backend):
             refuse_nested()
             ask = partial(request, function, *arguments, **keywords)
             return keeper.run(ask, backend)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from contextlib import suppress
+from functools import partial
 
 import pytest
 from django.db import connection, transaction
 
 from dlocks import LockLost, db_lock
 from tests.for_each import for_each
+from tests.promises.locks.keys import clear
 from tests.promises.yields import yielding
 from tests.timing import in_time
 
@@ -113,3 +115,81 @@ def test_a_guard_of_a_hold_that_was_left_keeps_the_key(using, paused, is_busy, u
         in_time(time.monotonic() - began, 2.0)
         assert is_busy("a", using)
     until(lambda: not is_busy("a", using), 1.0)
+
+
+def taken_over(key, in_other_thread):
+    """Let another caller acquire a key, which an operator has released."""
+    clear(key)
+    return in_other_thread(db_lock(key, timeout=20).acquire)
+
+
+# SQLite has one writer, which is the guard.
+@pytest.mark.engine("postgresql", "mariadb", "mysql")
+@for_each("use", ["check", "renew", "acquire", "release"])
+def test_a_caller_learns_of_a_loss_beside_a_guard_that_has_not_begun(
+    use, stops, threads, in_other_thread
+):
+    """The key is lost before the guard's transaction has locked its row."""
+    lock = db_lock("a")
+    hold = lock.acquire()
+    uses = {
+        "check": hold.check,
+        "renew": hold.renew,
+        "acquire": lock.acquire,
+        "release": hold.release,
+    }
+    begins, lost = stops.at("pin"), []
+
+    def guard():
+        with pytest.raises(LockLost), hold.atomic():
+            lost.append("not lost")
+
+    guarding = threads(guard)
+    begins.wait()
+    other = taken_over("a", in_other_thread)
+
+    def let_guard_go_on():
+        # The use waits for the guard, or is done without it.
+        used.wait(1)
+        begins.go_on()
+
+    used = threading.Event()
+    letting = threads(let_guard_go_on)
+    try:
+        with pytest.raises(LockLost):
+            uses[use]()
+    finally:
+        used.set()
+        letting.join(20)
+    guarding.join(20)
+    assert lost == []
+    other.check()
+    other.release()
+
+
+# SQLite has one writer, so the two transactions cannot be open together.
+@pytest.mark.engine("postgresql", "mariadb", "mysql")
+def test_a_check_writes_no_lease_in_a_transaction_of_its_caller(stops, threads):
+    """A guard in another thread begins and ends during the check.
+
+    Otherwise no caller could renew or guard the hold before that transaction ends.
+    """
+    hold = db_lock("a", scope="lease").acquire()
+    begun, sent = threading.Event(), threading.Event()
+
+    def guard():
+        with hold.atomic():
+            begun.set()
+            assert sent.wait(20)
+
+    def begin():
+        threads(guard)
+        assert begun.wait(20)
+
+    with transaction.atomic():
+        stops.call("refusal", begin)
+        stops.call("verify", sent.set)
+        hold.check()
+        threads(partial(hold.renew, ttl=60)).join(20)
+        assert hold.remaining > 50
+    hold.release()
