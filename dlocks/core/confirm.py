@@ -140,7 +140,13 @@ def _renew(holds: Sequence[Any]) -> tuple[float, Mapping[str, float]]:
         if lease.renewed_until:
             lease.renewed_until = max(lease.renewed_until, sent + lease.claim.ttl)
     claims = [hold.next_claim() for hold in holds]
-    return sent, holds[0].ask(holds[0].backend.renew, claims)
+    try:
+        return sent, holds[0].ask(holds[0].backend.renew, claims)
+    except BaseException:
+        # It may be carried out all the same, perhaps after one with another ttl.
+        for hold, claim in zip(holds, claims, strict=True):
+            hold.lease.record_failure(sent, claim.ttl)
+        raise
 
 
 def _renew_with(

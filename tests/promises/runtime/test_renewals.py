@@ -9,6 +9,7 @@ import os
 import textwrap
 import threading
 import time
+from functools import partial
 
 import pytest
 from django.db import connection, connections, transaction
@@ -177,6 +178,38 @@ def test_another_thread_that_is_late_for_a_guard_loses_no_hold(
 
 
 # The local deadline.
+
+
+@pytest.mark.driver
+def test_a_late_renewal_by_another_thread_does_not_end_a_longer_lease(stops, threads):
+    """It has the earlier ttl, and its reply is lost."""
+    hold = db_lock("stock:7").acquire()
+    begun, goes_on, pending = threading.Event(), threading.Event(), [True]
+
+    def answer(usual, claims):
+        if not pending:
+            return usual()
+        pending.pop()
+        begun.set()
+        assert goes_on.wait(20)
+        usual()
+        raise LockBackendError("the reply was lost")
+
+    def renew():
+        with pytest.raises(LockBackendError, match="the reply was lost"):
+            hold.renew()
+
+    stops.replace("renew", answer)
+    late = threads(renew)
+    assert begun.wait(20)
+    longer = threads(partial(hold.renew, ttl=300))
+    # It waits for the first one, or is done without it.
+    longer.done.wait(1)
+    goes_on.set()
+    late.join(20)
+    longer.join(20)
+    assert hold.remaining < row("stock:7").seconds_left + 1
+    hold.release()
 
 
 @pytest.fixture
