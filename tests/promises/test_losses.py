@@ -154,6 +154,35 @@ def test_a_receiver_of_lock_lost_may_acquire_again(using):
     new.release()
 
 
+@pytest.mark.parametrize(
+    "using",
+    [
+        # SQLite's holders keep an expired lease that no other caller has taken.
+        pytest.param(
+            "default", marks=pytest.mark.engine("postgresql", "mariadb", "mysql")
+        ),
+        pytest.param("memory", marks=pytest.mark.front),
+    ],
+)
+def test_a_block_ends_with_an_error_if_on_lost_releases_the_hold(using):
+    """``on_lost`` runs in the thread of the block, whose end finds the loss."""
+    here, told = threading.current_thread(), []
+
+    def release(hold):
+        if threading.current_thread() is here:
+            told.append(hold)
+            hold.release()
+
+    lock = db_lock("a", using=using, on_lost=release)
+    for _ in range(10):
+        # The outer block keeps the key, so the end of the inner one finds the loss.
+        with pytest.raises(LockLost), lock as hold, pytest.raises(LockLost), lock:
+            expire(hold)
+        if told:
+            break
+    assert told
+
+
 # A loss that is reported while the backend is asked about the hold.
 
 
