@@ -13,7 +13,7 @@ from dlocks.core.callers import acts_for
 from dlocks.core.entry import Entry
 from dlocks.core.explain import lost_error
 from dlocks.core.holding import Holding
-from dlocks.core.life import Effect
+from dlocks.core.life import Effect, Phase
 from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
 from dlocks.runtime.clock import FOREVER
@@ -93,7 +93,7 @@ def recall(hold: Holding, offered: list[Entry]) -> None:
     if effect & Effect.REPORT:
         hold.forget_entries()
         hold.perform(effect)
-    elif effect:
+    else:
         hold.perform_quietly(effect)
 
 
@@ -136,7 +136,8 @@ def _transfer(hold: Holding, ttl: float, offered: list[Entry]) -> tuple[float, f
 def _why_not_offered(hold: Holding) -> Exception:
     """Return the error for a hold that another caller uses, or that has ended."""
     state = hold.life.state
-    if hold.is_over or not state.entries:
+    was_left = state.phase is Phase.DETACHING and hold.life.is_kept
+    if not was_left and (hold.is_over or not state.entries):
         return lost_error(hold)
     why = " before the end of a transaction in which it was left."
     if hold.life.is_pinned:
@@ -168,10 +169,10 @@ def _pass_on(hold: Holding, claim: Claim, offered: list[Entry]) -> None:
         raise
     if not stands:
         raise hold.end_as_lost(hold.why_gone())
+    if not hold.life.detach():
+        raise _why_not_offered(hold)
     hold.unwatch()
     hold.forget_entries()
-    if not hold.life.detach():
-        raise lost_error(hold)
     hold.send_ended("detached")
 
 

@@ -412,11 +412,12 @@ class Life:
     def detach(self) -> bool:
         """End the hold, because its lease now waits for the other process.
 
-        Return False if it has ended meanwhile, so that the text is worth nothing.
+        Return False if it has ended meanwhile, or was left in a transaction, before
+        whose end no other process may begin. Then the text is worth nothing.
         """
 
         def rule(old: State) -> tuple[State, Effect]:
-            if old.phase is not Phase.DETACHING:
+            if old.phase is not Phase.DETACHING or _kept(old):
                 return old, Effect.LOST
             return _end(old, Reason.DETACHED), Effect.NOTHING
 
@@ -446,7 +447,7 @@ class Life:
             if old.phase is not Phase.DETACHING and old.reason is not Reason.DETACHED:
                 return old, Effect.NOTHING
             if not old.entries:
-                return _end(old, Reason.RELEASED), Effect.RELEASE
+                return _settled(old)
             return _end(old, Reason.RECALLED, why), Effect.RELEASE | Effect.REPORT
 
         return self._apply(rule)

@@ -199,8 +199,8 @@ def test_a_hold_is_not_detached_inside_its_guarded_transaction():
 # A detach() that fails.
 
 
-def fail():
-    raise LockBackendError("The server does not respond.")
+def fail(error=LockBackendError):
+    raise error("The server does not respond.")
 
 
 @EVERY
@@ -253,8 +253,9 @@ def test_a_hold_that_was_not_left_continues_after_a_failed_detach(
         pytest.param("stopping memory", marks=pytest.mark.front),
     ],
 )
+@for_each("error", [LockBackendError, KeyboardInterrupt])
 def test_a_failed_detach_frees_no_key_before_the_transaction_ends(
-    using, stops, paused, is_busy, until
+    using, error, stops, paused, is_busy, until
 ):
     """Another thread has left the hold in its transaction meanwhile."""
     hold = db_lock("export:7", using=using, scope="lease").acquire()
@@ -267,10 +268,37 @@ def test_a_failed_detach_frees_no_key_before_the_transaction_ends(
 
     def leave_and_fail():
         ends.append(paused(leave))
-        fail()
+        fail(error)
 
     stops.call("renew", leave_and_fail)
-    with pytest.raises(LockBackendError):
+    with pytest.raises(error):
+        hold.detach()
+    assert is_busy("export:7", using)
+    ends[0]()
+    until(lambda: not is_busy("export:7", using), 1.0)
+
+
+@pytest.mark.parametrize(
+    "using",
+    [
+        pytest.param("stopping pessimistic", marks=SERVERS),
+        pytest.param("stopping memory", marks=pytest.mark.front),
+    ],
+)
+def test_a_hold_that_is_left_in_a_transaction_is_not_detached_before_its_end(
+    using, stops, paused, is_busy, until
+):
+    """Another thread leaves it while the request is under way."""
+    hold = db_lock("export:7", using=using, scope="lease").acquire()
+    ends = []
+
+    def leave():
+        with transaction.atomic():
+            hold.release()
+            yield
+
+    stops.call("renew", lambda: ends.append(paused(leave)))
+    with pytest.raises(RuntimeError, match="before the end of a transaction"):
         hold.detach()
     assert is_busy("export:7", using)
     ends[0]()

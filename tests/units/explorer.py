@@ -319,11 +319,16 @@ def detacher(name: str = "A", *, fails: bool = False, interrupted: str = "") -> 
             w.detached = True
             if w.reports:
                 w.problems.append("a lost hold is passed on")
+            if any(one.stands for one in w.working):
+                w.problems.append("the hold is passed on before a commit")
             yield
             if set(w.inside) - {name}:
                 w.problems.append("the hold is passed on under a block")
             if w.owner == "hold":
                 w.change_owner("resumed")
+        else:
+            # It is interrupted by its own error.
+            yield from perform(w, f"{name}'", w.life.recall("in vain"))
 
     return steps
 

@@ -110,6 +110,18 @@ SCENARIOS = {
         first(),
         loser(),
     ),
+    "a detach and a leave in a transaction": (
+        detacher(),
+        first(transaction=True),
+        settler,
+        block(),
+    ),
+    "an interrupted detach and a leave in a transaction": (
+        detacher(interrupted="before"),
+        first(transaction=True, rollback=True),
+        settler,
+        block(),
+    ),
     "an exit": (exiter, block(), first(transaction=True), guard()),
     "an exit and a detach": (exiter, detacher(), first(), block()),
     "an exit and a loss": (exiter, loser(), block(), first()),
@@ -145,8 +157,20 @@ MISTAKES = {
     ),
     "an interrupted detach keeps the key": (
         "an interrupted detach",
-        "RELEASED), Effect.RELEASE\n            return _end(old, Reason.RECALLED",
-        "RELEASED), Effect.NOTHING\n            return _end(old, Reason.RECALLED",
+        "_settled(old)\n            return _end(old, Reason.RECALLED",
+        "old, Effect.NOTHING\n            return _end(old, Reason.RECALLED",
+    ),
+    "an interrupted detach frees the key before a commit": (
+        "an interrupted detach and a leave in a transaction",
+        "_settled(old)\n            return _end(old, Reason.RECALLED",
+        """\
+_end(old, Reason.RELEASED), Effect.RELEASE
+            return _end(old, Reason.RECALLED""",
+    ),
+    "a hold is passed on before a commit": (
+        "a detach and a leave in a transaction",
+        "if old.phase is not Phase.DETACHING or _kept(old):",
+        "if old.phase is not Phase.DETACHING:",
     ),
     "an interrupted detach ends a block in silence": (
         "a detach that is interrupted at its end",
@@ -201,7 +225,7 @@ MISTAKES = {
     "a detach of a lost hold succeeds": (
         "a detach of a lost hold",
         """\
-            if old.phase is not Phase.DETACHING:
+            if old.phase is not Phase.DETACHING or _kept(old):
                 return old, Effect.LOST
 """,
         "",
