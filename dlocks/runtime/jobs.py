@@ -70,7 +70,7 @@ class Workers:
         *,
         holds: Callable[[], list[WatchedHold]],
         check_soon: Callable[[], None],
-        run_at_exit: Callable[[Callable[[], None]], bool],
+        run_at_exit: Callable[[Callable[[], object]], bool],
     ) -> None:
         self._mutex = mutex
         self._holds = holds

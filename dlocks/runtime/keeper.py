@@ -286,7 +286,7 @@ class Keeper:
             logger.exception("A step of the shutdown failed. Others continue.")
             return None
 
-    def _run_at_exit(self, job: Callable[[], None]) -> bool:
+    def _run_at_exit(self, job: Callable[[], object]) -> bool:
         """Let the keeper's thread run a job of a worker that cannot start any more.
 
         Return whether that thread runs. It then also sends the renewals.

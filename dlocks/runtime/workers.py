@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
+from threading import TIMEOUT_MAX
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from django.db import connections
@@ -45,7 +46,7 @@ class ServerWorker:
     def __init__(
         self,
         is_needed: Callable[[ServerWorker], bool],
-        run_elsewhere: Callable[[Callable[[], None]], bool],
+        run_elsewhere: Callable[[Callable[[], object]], bool],
     ) -> None:
         self._is_needed = is_needed
         # Runs a job if this thread cannot start any more, or returns False.
@@ -54,10 +55,10 @@ class ServerWorker:
         self._wakeup = Flag()
         self._thread = BackgroundThread("dlocks-worker", self._loop)
         self._idle_at = FOREVER
-        self.jobs: deque[Callable[[], None]] = deque()
+        self.jobs: deque[Callable[[], object]] = deque()
         # Renewals, which do not queue behind the jobs, and whether the last job was
         # one.
-        self.renewals: deque[Callable[[], None]] = deque()
+        self.renewals: deque[Callable[[], object]] = deque()
         self._renewed = False
         self.connected: list[Any] = []
         # The backends that are renewing their holds, with the time of the start, and
@@ -71,15 +72,7 @@ class ServerWorker:
 
     def post(self, job: Callable[[], object], *, renewal: bool = False) -> None:
         """Queue a job. Renewals and other jobs take turns."""
-
-        def safely() -> None:
-            try:
-                job()
-            except BaseException:  # the worker survives any error of a job
-                logger.exception("A background job failed. Others continue.")
-                time.sleep(IDLE_CLOSE_AFTER)
-
-        self._queue(safely, self.renewals if renewal else self.jobs)
+        self._queue(job, self.renewals if renewal else self.jobs)
 
     def run(self, function: Callable[[], T], timeout: float | None = None) -> T:
         """Call a function in the worker's thread, and return its result.
@@ -103,6 +96,8 @@ class ServerWorker:
                 done.put(None)
 
         self._queue(job, self.jobs)
+        if timeout is not None:
+            timeout = min(timeout, TIMEOUT_MAX)
         try:
             done.get(timeout=timeout)
         except Empty:
@@ -117,14 +112,18 @@ class ServerWorker:
             raise errors[0]
         return results[0]
 
-    def _queue(self, job: Callable[[], None], jobs: deque[Callable[[], None]]) -> None:
+    def _queue(
+        self, job: Callable[[], object], jobs: deque[Callable[[], object]]
+    ) -> None:
         try:
             self._append(job, jobs)
         except PythonIsExitingError:
             if not self._run_elsewhere(job):
                 raise
 
-    def _append(self, job: Callable[[], None], jobs: deque[Callable[[], None]]) -> None:
+    def _append(
+        self, job: Callable[[], object], jobs: deque[Callable[[], object]]
+    ) -> None:
         with self._mutex:
             jobs.append(job)
             try:
@@ -144,47 +143,62 @@ class ServerWorker:
         this_thread.send_renewals = self._send_renewals
         use_private_connections()
         self._idle_at = clock.now() + IDLE_CLOSE_AFTER
-        while True:
-            # A test may have turned the clock back.
-            self._idle_at = min(self._idle_at, clock.now() + IDLE_CLOSE_AFTER)
-            has_jobs = self.jobs or self.renewals
-            self._wakeup.wait(0.0 if has_jobs else self._idle_at - clock.now())
-            with self._mutex:
-                if not self._thread.is_current:
-                    # Its start was interrupted, and another thread has started since.
-                    self._wakeup.set()
-                    break
-                job = self._next()
-                is_idle = job is None and clock.now() >= self._idle_at
-                if is_idle and not self._is_needed(self):
-                    self._thread.end()
-                    break
-            if is_idle and self.connected:
-                # The database may be dropped while a hold is not released.
-                connections.close_all()
-                use_private_connections()
-            if job is not None:
-                job()
-            self.connected = [
-                wrapper.connection
-                for wrapper in connections.all(initialized_only=True)
-                if wrapper.connection
-            ]
-            if job is not None or self._is_needed(self):
-                self._idle_at = clock.now() + IDLE_CLOSE_AFTER
-            # A reference kept during the pause would keep a hold alive.
-            job = None
-        connections.close_all()
+        while self._safely(self._turn):
+            pass
+        self._safely(connections.close_all)
         with self._mutex:
             if not self._thread.is_running:
                 self.connected = []
 
+    def _safely(self, step: Callable[[], object]) -> object:
+        """Run one step, and return its result, or True after an error.
+
+        The worker survives any error. What waits for it must not wait in vain.
+        """
+        try:
+            return step()
+        except BaseException:
+            logger.exception("A background job failed. Others continue.")
+            time.sleep(IDLE_CLOSE_AFTER)
+            return True
+
+    def _turn(self) -> bool:
+        """Run the next job, and return whether the thread goes on."""
+        # A test may have turned the clock back.
+        self._idle_at = min(self._idle_at, clock.now() + IDLE_CLOSE_AFTER)
+        has_jobs = self.jobs or self.renewals
+        self._wakeup.wait(0.0 if has_jobs else self._idle_at - clock.now())
+        with self._mutex:
+            if not self._thread.is_current:
+                # Its start was interrupted, and another thread has started since.
+                self._wakeup.set()
+                return False
+            job = self._next()
+            is_idle = job is None and clock.now() >= self._idle_at
+            if is_idle and not self._is_needed(self):
+                self._thread.end()
+                return False
+        if is_idle and self.connected:
+            # The database may be dropped while a hold is not released.
+            connections.close_all()
+            use_private_connections()
+        if job is not None:
+            self._safely(job)
+        self.connected = [
+            wrapper.connection
+            for wrapper in connections.all(initialized_only=True)
+            if wrapper.connection
+        ]
+        if job is not None or self._is_needed(self):
+            self._idle_at = clock.now() + IDLE_CLOSE_AFTER
+        return True
+
     def _send_renewals(self) -> None:
         """Run the renewals that are due, within a job that waits for a row."""
         while self.renewals:
-            self.renewals.popleft()()
+            self._safely(self.renewals.popleft())
 
-    def _next(self) -> Callable[[], None] | None:
+    def _next(self) -> Callable[[], object] | None:
         self._renewed = bool(self.renewals) and not (self._renewed and self.jobs)
         jobs = self.renewals if self._renewed else self.jobs
         return jobs.popleft() if jobs else None

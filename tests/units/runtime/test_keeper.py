@@ -148,6 +148,27 @@ def test_the_keeper_survives_an_error_in_its_schedule(monkeypatch, until, caplog
     assert "no idea" in caplog.text
 
 
+@pytest.mark.driver
+def test_an_error_between_two_jobs_stops_no_renewal(monkeypatch, until, caplog):
+    """A driver fails to close a connection, while the next renewal is queued."""
+    worker, close_all = keeper._workers.of(backends["default"]), connections.close_all
+    failures = [OSError("cannot be closed")]
+
+    def close():
+        if worker.is_current and failures and keeper.holds:
+            until(lambda: worker.renewals)
+            raise failures.pop()
+        close_all()
+
+    monkeypatch.setattr(connections, "close_all", close)
+    with db_lock("stock:7", ttl=3.0) as hold:
+        until(lambda: not failures)
+        before = hold.remaining
+        until(lambda: hold.remaining > before)
+    assert "cannot be closed" in caplog.text
+    caplog.clear()
+
+
 def test_a_finalizer_in_the_keepers_thread_wakes_it(monkeypatch, until):
     """The garbage collector may run while the keeper searches for its next deadline."""
     mine, done, looks = Keeper(), [], itertools.count()
