@@ -415,11 +415,12 @@ def leave_block(
     If the block itself failed, a failed release only adds a note to its error.
 
     A finalizer may end it in the middle of a request of this thread, as the block of a
-    generator. Then the keeper sends the release.
+    generator, or in the keeper's thread, which sends no requests. Then a worker sends
+    the release.
     """
     has_failed = failed or error is not None
     try:
-        if is_nested() and block.hold.scope == "lease":
+        if (is_nested() or keeper.is_current) and block.hold.scope == "lease":
             for entry in block.entries:
                 _leave_later(entry, failed=has_failed)
             return

@@ -12,7 +12,7 @@ from django.db import connections
 from dlocks import LockLost, db_lock
 from tests.internals import Keeper, backends, keeper
 
-pytest_plugins = ["tests.moments"]
+pytest_plugins = ["tests.moments", "tests.promises.stops"]
 pytestmark = [pytest.mark.front, pytest.mark.django_db(transaction=True)]
 
 
@@ -186,6 +186,37 @@ def test_a_finalizer_in_the_keepers_thread_wakes_it(monkeypatch, until):
     monkeypatch.setattr(mine, "_next", collect_garbage)
     mine.check_soon()
     until(lambda: done)
+
+
+def test_a_finalizer_in_the_keepers_thread_sends_no_request(
+    monkeypatch, stops, until, is_busy
+):
+    """The garbage collector closes a generator there, in a block of a lock.
+
+    A server that does not answer would keep the keeper from reporting a loss.
+    """
+    original, senders = keeper._next, []
+
+    def work():
+        with db_lock("stock:7", using="memory"):
+            yield
+
+    def collect_garbage():
+        if generators:
+            generators.pop().close()
+        return original()
+
+    def release(usual, *_):
+        senders.append(threading.current_thread().name)
+        return usual()
+
+    generators = [work()]
+    next(generators[0])
+    stops.replace("release", release, "memory")
+    monkeypatch.setattr(keeper, "_next", collect_garbage)
+    keeper.check_soon()
+    until(lambda: not is_busy("stock:7", "memory"))
+    assert senders[0] == "dlocks-worker"
 
 
 def test_only_tasks_are_run_later_if_no_worker_could_start(desks_fail, until):
