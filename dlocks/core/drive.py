@@ -44,38 +44,26 @@ def drive(acquisition: Acquisition) -> Any:
 
 async def adrive(acquisition: Acquisition) -> Any:
     """Run an acquisition in an event loop. Each request is made in Django's thread."""
-    requests = Undoable(acquisition.cancel, acquisition.cancel_later)
-    try:
-        return await _adrive(acquisition, requests)
-    except GeneratorExit:
-        # For example, the garbage collector closes a task whose loop was closed.
-        # Nothing can be awaited.
-        requests.close()
-        raise
+    requests = Undoable(
+        acquisition.cancel,
+        acquisition.cancel_later,
+        lambda: acquisition.has_transaction_scope,
+    )
+    return await requests.complete(_adrive(acquisition, requests))
 
 
 async def _adrive(acquisition: Acquisition, requests: Undoable) -> Any:
     steps: Iterator[Any] = acquisition.steps()
-    try:
-        while True:
-            request: Any = next(steps, DONE)
-            if request is DONE:
-                return acquisition.result
-            acquisition.answer = await requests.make(
-                request, in_transaction_only=acquisition.has_transaction_scope
-            )
-            pause: Any = next(steps, DONE)
-            if pause is DONE:
-                return acquisition.result
-            with waiting_for_a_lock():
-                await acquisition.wakeup.rest(pause)
-    except GeneratorExit:
-        raise
-    except BaseException:
-        await requests.make(
-            acquisition.cancel, in_transaction_only=acquisition.has_transaction_scope
-        )
-        raise
+    while True:
+        request: Any = next(steps, DONE)
+        if request is DONE:
+            return acquisition.result
+        acquisition.answer = await requests.make(request)
+        pause: Any = next(steps, DONE)
+        if pause is DONE:
+            return acquisition.result
+        with waiting_for_a_lock():
+            await acquisition.wakeup.rest(pause)
 
 
 class ThreadWakeup:

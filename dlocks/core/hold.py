@@ -448,11 +448,15 @@ async def aleave_block(
 ) -> None:
     """Leave the entries of a block of a coroutine."""
     leave, hold = partial(leave_block, blocks, block, error), block.hold
+    leave_later = partial(keeper.post, leave, hold.backend)
     if isinstance(error, GeneratorExit) and _get_running_loop() is None:
         # The coroutine is closed outside of its loop. Nothing can be awaited.
-        keeper.post(leave, hold.backend)
+        leave_later()
         return
-    await run_in_sync_thread(leave, in_transaction_only=hold.scope == "transaction")
+    # To leave an entry twice does nothing.
+    await make_undoable(
+        leave, leave, leave_later, in_transaction=hold.scope == "transaction"
+    )
 
 
 def leave_entries(entries: Sequence[Entry], *, failed: bool, block: bool) -> None:

@@ -8,7 +8,7 @@ import os
 import threading
 import weakref
 from asyncio import _get_running_loop
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -175,23 +175,44 @@ class Undoable:
     """The requests of a coroutine, which may be closed while one is made.
 
     ``undo`` undoes what they have done, and ``undo_later`` lets another thread do so.
+    ``in_transaction()`` says whether they are part of the caller's transaction.
     """
 
     def __init__(
-        self, undo: Callable[[], object], undo_later: Callable[[], object]
+        self,
+        undo: Callable[[], object],
+        undo_later: Callable[[], object],
+        in_transaction: Callable[[], bool],
     ) -> None:
         self._undo, self._undo_later = undo, undo_later
+        self._in_transaction = in_transaction
         # A finalizer may close the coroutine within a section of its own thread.
         self._mutex = new_mutex()
         self._is_made = self._is_closed = False
 
-    async def make(
-        self, request: Callable[[], T], *, in_transaction_only: bool = False
-    ) -> T | None:
+    async def complete(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await work, which makes the requests, and undo them unless it succeeds."""
+        try:
+            try:
+                return await work
+            except GeneratorExit:
+                raise
+            except BaseException:
+                # Cancelled, or a signal handler has raised in the thread of a request.
+                await self.make(self._undo)
+                raise
+        except GeneratorExit:
+            # For example, the garbage collector closes a task whose loop was closed.
+            # Nothing can be awaited.
+            self._close()
+            raise
+
+    async def make(self, request: Callable[[], T]) -> T:
         """Make a request in Django's thread, and return the answer."""
-        return await run_in_sync_thread(
-            partial(self._make, request), in_transaction_only=in_transaction_only
+        answer = await run_in_sync_thread(
+            partial(self._make, request), in_transaction_only=self._in_transaction()
         )
+        return cast("T", answer)
 
     def _make(self, request: Callable[[], T]) -> T | None:
         """Make a request, and undo it if the coroutine was closed."""
@@ -207,7 +228,7 @@ class Undoable:
             if is_closed:
                 self._undo()
 
-    def close(self) -> None:
+    def _close(self) -> None:
         """Undo everything after the request, or in the background."""
         with self._mutex:
             self._is_closed = True
@@ -220,18 +241,12 @@ async def make_undoable(
     request: Callable[[], T],
     undo: Callable[[], object],
     undo_later: Callable[[], object],
+    *,
+    in_transaction: bool = False,
 ) -> T:
-    """Make one request, and undo it if its task is cancelled or closed."""
-    requests = Undoable(undo, undo_later)
-    try:
-        return cast("T", await requests.make(request))
-    except GeneratorExit:
-        # Nothing can be awaited.
-        requests.close()
-        raise
-    except asyncio.CancelledError:
-        await requests.make(undo)
-        raise
+    """Make one request, and undo it if its task is cancelled, closed or interrupted."""
+    requests = Undoable(undo, undo_later, lambda: in_transaction)
+    return await requests.complete(requests.make(request))
 
 
 class _Call(Generic[T]):

@@ -288,6 +288,30 @@ def test_a_handover_that_is_closed_in_its_request_frees_the_key(
         until(lambda: not is_busy("a", using="memory"), 5)
 
 
+@pytest.mark.front
+def test_a_block_that_is_closed_before_its_release_was_sent_frees_its_key(
+    until, is_busy
+):
+    """The loop stops as the block ends, and nothing in it runs any more."""
+
+    async def work(entered, leave):
+        async with db_lock("a", using="memory"):
+            entered.set()
+            await leave.wait()
+
+    async def main():
+        entered, leave = asyncio.Event(), asyncio.Event()
+        task = asyncio.create_task(work(entered, leave))
+        await entered.wait()
+        leave.set()
+        return task
+
+    with new_loop() as loop:
+        task = loop.run_until_complete(main())
+        close(task)
+        until(lambda: not is_busy("a", using="memory"), 5)
+
+
 class SlowQueue(import_string("dlocks.backends.memory.MemoryBackend")):
     """A backend whose queue a claim on "a" joins once a test lets it."""
 

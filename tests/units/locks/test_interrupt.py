@@ -9,7 +9,7 @@ import pytest
 from asgiref.sync import AsyncToSync, async_to_sync
 from django.db import connection
 
-from dlocks import LockTimeout, db_lock
+from dlocks import LockTimeout, aresume_hold, db_lock
 from dlocks.testing import held_elsewhere
 from tests.for_each import for_each
 from tests.internals import backends, coroutines, writer_limits
@@ -42,6 +42,49 @@ def test_an_interrupted_call_of_a_coroutine_ends(when, monkeypatch, is_busy):
     with pytest.raises(ZeroDivisionError):
         async_to_sync(acquire)()
     assert not is_busy()
+
+
+@pytest.mark.front
+@for_each(
+    "case",
+    [("block", "before"), ("block", "after"), ("detach", "after"), ("resume", "after")],
+)
+def test_an_interrupted_call_leaves_no_key_while_its_loop_runs(
+    case, monkeypatch, is_busy
+):
+    """No caller receives the text, or the hold."""
+    what, when = case
+    lock, call = db_lock("stock:7"), coroutines._Call.__call__
+
+    def interrupt():
+        def interrupted(self):
+            monkeypatch.setattr(coroutines._Call, "__call__", call)
+            assert self._turn.acquire(blocking=False)
+            if when == "after":
+                self._function()
+            raise ZeroDivisionError
+
+        monkeypatch.setattr(coroutines._Call, "__call__", interrupted)
+
+    async def use():
+        if what == "block":
+            async with lock:
+                interrupt()
+            return
+        hold = await lock.aacquire()
+        if what == "detach":
+            interrupt()
+        text = await hold.adetach(within=300)
+        interrupt()
+        await aresume_hold(text)
+
+    async def main():
+        async with asyncio.timeout(20):
+            with pytest.raises(ZeroDivisionError):
+                await use()
+            return await asyncio.to_thread(is_busy)
+
+    assert not async_to_sync(main)()
 
 
 @pytest.mark.front
