@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import weakref
+from asyncio import _get_running_loop
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
@@ -254,6 +255,13 @@ class Keeper:
         """Stop elections, release all holds and do deferred work before the end."""
         for step in self.before_exit:
             self._at_exit(step)
+        if _get_running_loop() is None:
+            self._end_all()
+        else:
+            # Django refuses requests in the thread of an event loop.
+            self.run(self._end_all, timeout=None)
+
+    def _end_all(self) -> None:
         with self._mutex:
             holds = self.holds
         # No other thread can start any more, and a pool may be exhausted.

@@ -216,6 +216,16 @@ def test_a_hold_without_a_block_is_released_with_a_warning(ends, is_busy, caplog
 
 
 @pytest.mark.front
+def test_a_shutdown_in_a_coroutine_releases_all_keys(is_busy):
+    async def main():
+        hold = await db_lock("a").aacquire()
+        shutdown()
+        assert not hold.held
+        return await asyncio.to_thread(is_busy, "a")
+
+    assert not async_to_sync(main)()
+
+
 def test_the_shutdown_of_an_asgi_server_ends_blocks_with_lock_lost(at_work, is_busy):
     """The requests of synchronous views are still at work in their threads."""
     end = at_work(in_lock(db_lock("stock:7")))
