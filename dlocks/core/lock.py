@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any, Never, TypeVar, cast
 from dlocks.conf import backends
 from dlocks.core import callers
 from dlocks.core.acquire import Acquisition
-from dlocks.core.callers import Acquired, Blocks, Caller, current_caller, frame_id_of
+from dlocks.core.callers import (
+    Acquired,
+    Blocks,
+    Caller,
+    Place,
+    current_caller,
+    frame_id_of,
+)
 from dlocks.core.claims import hold_at
 from dlocks.core.drive import TaskWakeup, ThreadWakeup, adrive, drive
 from dlocks.core.hold import (
@@ -293,9 +300,21 @@ class Lock(LockPolicy):
             return True
         if self.locks:
             return all(lock._is_held_by(caller) for lock in self.locks)
+        held = (hold_at(caller, place) for place in self._places_of(caller))
+        return any(hold is not None and hold.count > 0 and hold.held for hold in held)
+
+    def _places_of(self, caller: Caller) -> list[Place]:
+        """Return where a caller may hold the key."""
         backend = backends[self.using]
-        hold = hold_at(caller, (backend.identity, self._full_key(backend), self.shared))
-        return hold is not None and hold.count > 0 and hold.held
+        if backend.has_fixed_prefix or not is_away_from_tenant():
+            return [(backend.identity, self._full_key(backend), self.shared)]
+        # The prefix is not known here, but that of its holds is.
+        return [
+            place
+            for place, entries in list(callers.places_of(caller).items())
+            if (place[0], place[2]) == (backend.identity, self.shared)
+            and any(entry.hold.lock.key == self.key for entry in list(entries))
+        ]
 
     def _key_of_tenant(self) -> str | None:
         """Return the first full key, or None if the prefix is fixed or not known."""
@@ -321,15 +340,17 @@ class Lock(LockPolicy):
             )
         leave_entries(last.entries, failed=False, block=False)
 
-    async def _aacquire(self, **options: Any) -> Hold:
-        wakeup, caller = TaskWakeup(), current_caller()
+    async def _abegin(self, caller: Caller, wakeup: Any, **options: Any) -> Acquisition:
         begin = partial(Acquisition, self, caller, wakeup, **options)
         if backends[self.using].has_fixed_prefix:
-            acquisition = begin()
-        else:
-            # The prefix may depend on Django's connections, which belong to Django's
-            # sync thread.
-            acquisition = await run_in_sync_thread(begin, in_transaction_only=True)
+            return begin()
+        # The prefix may depend on Django's connections, which belong to Django's sync
+        # thread.
+        return await run_in_sync_thread(begin, in_transaction_only=True)
+
+    async def _aacquire(self, **options: Any) -> Hold:
+        wakeup, caller = TaskWakeup(), current_caller()
+        acquisition = await self._abegin(caller, wakeup, **options)
         acquiring.add(caller)
         try:
             hold: Hold = await adrive(acquisition)

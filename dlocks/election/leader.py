@@ -190,7 +190,7 @@ class LeaderElection:
         return holder
 
     async def aleader(self) -> Holder | None:
-        return await run_in_sync_thread(self.leader)
+        return await self._lock._read(self.leader)
 
     def candidates(self) -> list[Waiter]:
         """Return the candidates, in the order in which they will lead.
@@ -201,7 +201,7 @@ class LeaderElection:
         return self._lock.waiters()
 
     async def acandidates(self) -> list[Waiter]:
-        return await run_in_sync_thread(self.candidates)
+        return await self._lock._read(self.candidates)
 
     def run(self) -> None:
         """Campaign and lead until ``stop()`` is called.
@@ -337,17 +337,13 @@ class LeaderElection:
             self._runner = runner or threading.current_thread()
         begun.add(self)
 
-    def _acquisition(self) -> Acquisition:
-        lock = self._lock
-        if self._polls:
-            # A claim in the queue would occupy a connection for as long.
-            lock = replace(lock, fair=False)
-        return Acquisition(
-            lock,
-            current_caller(),
-            self._wakeup,
-            is_stopped=lambda: self._is_stopped,
-        )
+    @property
+    def _campaign_lock(self) -> Lock:
+        # A claim in the queue would occupy a connection for as long.
+        return replace(self._lock, fair=False) if self._polls else self._lock
+
+    def _has_stopped(self) -> bool:
+        return self._is_stopped
 
     @property
     def _polls(self) -> bool:
@@ -427,8 +423,14 @@ class LeaderElection:
         """Wait for the lead, unless the election is stopped."""
         for delay in delays(clock.FOREVER, *RETRY_DELAYS):
             try:
+                acquisition = Acquisition(
+                    self._campaign_lock,
+                    current_caller(),
+                    self._wakeup,
+                    is_stopped=self._has_stopped,
+                )
                 # One line, so that an interrupt in between does not lose the hold.
-                self._hold = drive(self._acquisition())
+                self._hold = drive(acquisition)
                 return
             except LockShutDown:
                 # The shutdown stops this election, too.
@@ -491,7 +493,10 @@ class LeaderElection:
     async def _aacquire(self) -> None:
         for delay in delays(clock.FOREVER, *RETRY_DELAYS):
             try:
-                self._hold = await adrive(self._acquisition())
+                acquisition = await self._campaign_lock._abegin(
+                    current_caller(), self._wakeup, is_stopped=self._has_stopped
+                )
+                self._hold = await adrive(acquisition)
                 return
             except LockShutDown:
                 # The shutdown stops this election, too.

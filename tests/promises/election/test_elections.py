@@ -13,6 +13,7 @@ from datetime import timedelta
 
 import pytest
 from asgiref.sync import async_to_sync, sync_to_async
+from django.db import connection
 
 from dlocks import (
     LeaderElection,
@@ -479,6 +480,30 @@ async def test_async_work_is_cancelled_when_the_lead_ends():
     await running
     assert told[4:] == ["cancelled", "deposed"]
     assert await one.aleader() is None
+
+
+async def test_a_task_leads_under_the_prefix_of_its_tenant(settings):
+    """A function returns the prefix, in the thread of Django's connections."""
+
+    def prefix():
+        return f"{getattr(connection, 'tenant', 'none')}:"
+
+    memory = {**settings.DLOCKS["memory"], "OPTIONS": {"prefix": prefix}}
+    settings.DLOCKS = {**settings.DLOCKS, "tenants": memory}
+    leaders = []
+
+    async def lead(hold):
+        leaders.append(await election.aleader())
+        await sync_to_async(election.stop)()
+
+    election = LeaderElection("scheduler", using="tenants", on_elected=lead)
+    await sync_to_async(setattr)(connection, "tenant", "shop")
+    try:
+        await election.arun()
+    finally:
+        await sync_to_async(delattr)(connection, "tenant")
+    (leader,) = leaders
+    assert leader.key.startswith("shop:")
 
 
 def test_coroutine_functions_are_refused_without_an_event_loop():

@@ -37,6 +37,30 @@ TWO_SERVERS = pytest.mark.engine("postgresql", "mariadb")
 
 
 @pytest.mark.front
+@for_each("keys", [("stock:7",), ("stock:7", "stock:8")])
+async def test_a_task_knows_what_it_holds_under_the_prefix_of_its_tenant(
+    keys, settings
+):
+    """A function returns the prefix, in the thread of Django's connections."""
+
+    def prefix():
+        return f"{getattr(connection, 'tenant', 'none')}:"
+
+    memory = {**settings.DLOCKS["memory"], "OPTIONS": {"prefix": prefix}}
+    settings.DLOCKS = {**settings.DLOCKS, "tenants": memory}
+    lock = db_lock(*keys, using="tenants")
+    await sync_to_async(setattr)(connection, "tenant", "shop")
+    try:
+        assert not lock.held()
+        async with lock:
+            assert db_lock(*keys, using="tenants").held()
+            assert not db_lock("stock:9", using="tenants").held()
+        assert not lock.held()
+    finally:
+        await sync_to_async(delattr)(connection, "tenant")
+
+
+@pytest.mark.front
 @for_each("using", ["default", "memory"])
 @for_each("keys", [("stock:7",), ("stock:7", "stock:8")])
 async def test_sync_methods_are_refused_in_a_coroutine(keys, using):
