@@ -6,19 +6,17 @@ import contextlib
 import dis
 import itertools
 import sys
-import threading
 import time
+from functools import partial
 from pathlib import Path
 from types import CodeType
 
 import pytest
 from django.db import transaction
-from django.utils.module_loading import import_string
 
 import dlocks
-from dlocks import LeaderElection, LockLost, db_lock, resume_hold, shutdown
+from dlocks import LockLost, db_lock, resume_hold, shutdown
 from dlocks.testing import undo_shutdown
-from tests.strikes import StruckExit
 
 pytest_plugins = ["tests.moments"]
 pytestmark = [pytest.mark.front, pytest.mark.django_db(transaction=True)]
@@ -75,128 +73,30 @@ def lines_that_lose_handlers(code):
             yield one.positions.lineno
 
 
-# The moments at which an exception leaves a lock of Python's ``threading`` locked.
+# The moments at which Python calls signal handlers, within dlocks.
 
 
-class Moment:
-    """A moment within Python's Event or Condition, at which an exception strikes.
-
-    The moments of a block are numbered. They are calls, lines and returns.
-    """
-
-    def __init__(self, number):
-        self._left = number
-        self.has_struck = False
-
-    def _trace(self, frame, event, _):
-        code = frame.f_code
-        if code.co_filename != threading.__file__ or not code.co_qualname.startswith(
-            ("Condition.", "Event.")
-        ):
-            return None
-        self._left -= 1
-        if self._left < 0 and not self.has_struck:
-            self.has_struck = True
-            raise StruckExit
-        return self._trace
-
-    def begin(self):
-        """Strike in this thread from now on."""
-        sys.settrace(self._trace)
-
-
-@pytest.fixture
-def each_moment():
-    """Return an iterator of moments, which ends after one that has not struck."""
-    before = sys.gettrace()
-
-    def moments():
-        for number in itertools.count():
-            moment = Moment(number)
-            yield moment
-            sys.settrace(before)
-            if not moment.has_struck:
-                return
-
-    yield moments()
-    sys.settrace(before)
-
-
-class SlowMemory(import_string("dlocks.backends.memory.MemoryBackend")):
-    """A backend whose releases of one key wait for an event."""
-
-    begun = threading.Event()
-    released = threading.Event()
-
-    def release(self, claim, **options):
-        if claim.key == "slow":
-            self.begun.set()
-            self.released.wait(30)
-        return super().release(claim, **options)
+PARTS_OF_A_COMMIT = ("core", "runtime", "transactions")
 
 
 def test_an_interrupt_at_a_commit_does_not_stop_the_renewals(
-    settings, each_moment, in_other_thread
+    strike_in_dlocks, in_other_thread
 ):
-    """The commit waits for the release of a lease that was left in the transaction."""
-    slow = {"BACKEND": f"{__name__}.SlowMemory", "OPTIONS": {"ttl": 0.9}}
-    settings.DLOCKS = {**settings.DLOCKS, "slow": slow}
-    other = in_other_thread(db_lock("other", using="slow").acquire)
-    for moment in each_moment:
-        SlowMemory.begun.clear()
-        SlowMemory.released.clear()
-
-        def commit(moment=moment):
-            # A background thread has begun to release the lease.
-            assert SlowMemory.begun.wait(5)
-            threading.Timer(0.05, SlowMemory.released.set).start()
-            moment.begin()
-
-        with contextlib.suppress(StruckExit), transaction.atomic():
-            transaction.on_commit(commit)
-            with db_lock("slow", using="slow"):
-                pass
-        sys.settrace(None)
-        SlowMemory.released.set()
+    """The commit releases a lease that was left in the transaction."""
+    options = {"using": "memory", "ttl": 0.9}
+    other = in_other_thread(db_lock("other", **options).acquire)
+    for number in itertools.count():
+        block = transaction.atomic()
+        block.__enter__()
+        with db_lock(f"left:{number}", scope="lease", **options):
+            pass
+        commit = partial(block.__exit__, None, None, None)
+        if not strike_in_dlocks(number, commit, within=PARTS_OF_A_COMMIT):
+            break
+    assert number > 10
     time.sleep(1.2)
     assert other.held
     in_other_thread(other.release)
-
-
-def test_an_interrupted_release_does_not_stop_the_service_of_waiters(
-    each_moment, threads, until
-):
-    for moment in each_moment:
-        hold = db_lock("stock:7", using="memory").acquire()
-        waiter = threads(lambda: db_lock("stock:7", using="memory").acquire().release())
-        until(hold.queue_length)
-        with contextlib.suppress(StruckExit):
-            moment.begin()
-            hold.release()
-        sys.settrace(None)
-        waiter.join(5)
-        assert not waiter.is_alive()
-
-
-def test_an_interrupted_election_lets_no_thread_wait_for_its_end(each_moment, threads):
-    for moment in each_moment:
-        election = LeaderElection("scheduler", using="memory")
-        stopped = []
-
-        def elected(hold, moment=moment, election=election, stopped=stopped):
-            stopped.append(threads(election.stop))
-            moment.begin()
-
-        election.on_elected = elected
-        with contextlib.suppress(StruckExit):
-            election.run()
-        sys.settrace(None)
-        for thread in stopped:
-            thread.join(5)
-            assert not thread.is_alive()
-
-
-# The moments at which Python calls signal handlers, within dlocks.
 
 
 def test_an_interrupt_before_a_block_keeps_no_hold_of_another_thread(
@@ -298,16 +198,3 @@ def test_an_interrupted_shutdown_frees_the_key(strike_in_dlocks, is_busy):
         if not struck:
             break
     assert number > 10
-
-
-def test_an_election_that_is_interrupted_at_its_start_has_ended(each_moment, threads):
-    for moment in each_moment:
-        election = LeaderElection("scheduler", using="memory")
-        election.on_elected = lambda hold, election=election: election.stop()
-        with contextlib.suppress(StruckExit):
-            moment.begin()
-            election.run()
-        sys.settrace(None)
-        stopping = threads(election.stop)
-        stopping.join(5)
-        assert not stopping.is_alive()

@@ -16,8 +16,13 @@ pytest_plugins = ["tests.moments"]
 pytestmark = [pytest.mark.front, pytest.mark.django_db(transaction=True)]
 
 
-def test_an_interrupt_of_its_release_does_not_keep_the_lead(strike_in_dlocks, is_busy):
-    """Otherwise the process would renew the key and not lead."""
+def test_an_interrupt_of_its_release_does_not_keep_the_lead(
+    strike_in_dlocks, is_busy, threads
+):
+    """Otherwise the process would renew the key and not lead.
+
+    No thread waits for an end that never comes.
+    """
     for number in itertools.count():
         election = LeaderElection("scheduler", using="memory")
         election.on_elected = lambda hold, election=election: election.stop()
@@ -33,6 +38,9 @@ def test_an_interrupt_of_its_release_does_not_keep_the_lead(strike_in_dlocks, is
         with contextlib.suppress(StruckExit):
             election.run()
         assert not is_busy("leader:scheduler", "memory"), number
+        stopping = threads(election.stop)
+        stopping.join(5)
+        assert not stopping.is_alive(), number
         if not struck[0]:
             break
     assert number > 10
