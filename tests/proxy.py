@@ -9,6 +9,7 @@ import contextlib
 import socket
 import threading
 import time
+from collections.abc import Iterator
 
 
 class Proxy:
@@ -63,27 +64,17 @@ class Proxy:
             one.close()
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                client, _ = self._listener.accept()
-                try:
-                    server = socket.create_connection(("127.0.0.1", self._target))
-                except OSError:
-                    # The server is not running at the moment.
-                    client.close()
-                    continue
-                self._open += [client, server]
-                marked = threading.Event()
-                for copy, sockets in (
-                    (self._requests, (client, server)),
-                    (self._replies, (server, client)),
-                ):
-                    self._threads.append(
-                        threading.Thread(
-                            target=copy, args=(*sockets, marked), daemon=True
-                        )
-                    )
-                    self._threads[-1].start()
+        for client, server in connected(self._listener, self._target):
+            self._open += [client, server]
+            marked = threading.Event()
+            for copy, sockets in (
+                (self._requests, (client, server)),
+                (self._replies, (server, client)),
+            ):
+                self._threads.append(
+                    threading.Thread(target=copy, args=(*sockets, marked), daemon=True)
+                )
+                self._threads[-1].start()
 
     def _requests(
         self, client: socket.socket, server: socket.socket, marked: threading.Event
@@ -130,3 +121,19 @@ def _end(*sockets: socket.socket) -> None:
     for one in sockets:
         with contextlib.suppress(OSError):
             one.shutdown(socket.SHUT_RDWR)
+
+
+def connected(
+    listener: socket.socket, target: int
+) -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Yield each client together with a connection to its server, until the end."""
+    with contextlib.suppress(OSError):
+        while True:
+            client, _ = listener.accept()
+            try:
+                server = socket.create_connection(("127.0.0.1", target))
+            except OSError:
+                # The server is not running at the moment.
+                client.close()
+                continue
+            yield client, server

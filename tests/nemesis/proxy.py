@@ -9,6 +9,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from tests.proxy import connected
+
 
 class Link:
     """One connection through the proxy."""
@@ -84,26 +86,14 @@ class Proxy:
             return chance.choice(self._links) if self._links else None
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                client, _ = self._listener.accept()
-                try:
-                    server = socket.create_connection(("127.0.0.1", self._target))
-                except OSError:
-                    # The server is down.
-                    client.close()
-                    continue
-                for one in (client, server):
-                    one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                link = Link(client, server)
-                with self._mutex:
-                    self._links.append(link)
-                threading.Thread(
-                    target=self._requests, args=(link,), daemon=True
-                ).start()
-                threading.Thread(
-                    target=self._replies, args=(link,), daemon=True
-                ).start()
+        for client, server in connected(self._listener, self._target):
+            for one in (client, server):
+                one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            link = Link(client, server)
+            with self._mutex:
+                self._links.append(link)
+            for copy in (self._requests, self._replies):
+                threading.Thread(target=copy, args=(link,), daemon=True).start()
 
     def _requests(self, link: Link) -> None:
         with contextlib.suppress(OSError):
