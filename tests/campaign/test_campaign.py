@@ -23,37 +23,34 @@ from tests.volume import volume
 pytestmark = pytest.mark.engine("sqlite")
 
 # Rounds of each kind.
-ROUNDS = volume(15)
+ROUNDS = volume(8)
 # Seconds after which the process of the campaign counts as hanging.
 LIMIT = 200
 
 
-def test_callers_that_share_holds_leave_every_key_free():
-    """Callers pass holds on, time out, are cancelled, and end without a release."""
-    command = [sys.executable, "-m", "tests.campaign", "--seed=1"]
+def campaign(*options):
+    """Run a campaign in a process of its own. Return what it prints."""
     done = subprocess.run(
-        [*command, f"--rounds={ROUNDS}", "--parallel=20"],
+        [sys.executable, "-m", "tests.campaign", *options],
         capture_output=True,
         text=True,
         timeout=LIMIT,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{len(KINDS) * ROUNDS} rounds: " in done.stdout
+    return done.stdout
+
+
+def test_callers_that_share_holds_leave_every_key_free():
+    """Callers pass holds on, time out, are cancelled, and end without a release."""
+    said = campaign("--seed=1", f"--rounds={ROUNDS}", "--parallel=20")
+    assert f"{len(KINDS) * ROUNDS} rounds: " in said
 
 
 def test_a_campaign_by_time_begins_with_the_first_seed():
     """It ends after the rounds that have begun, and collects no seeds."""
-    command = [sys.executable, "-m", "tests.campaign", "--kind=keys"]
-    done = subprocess.run(
-        [*command, "--minutes=0.005", "--parallel=2"],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert " rounds: {'keys': " in done.stdout
+    said = campaign("--kind=keys", "--minutes=0.005", "--parallel=2")
+    assert " rounds: {'keys': " in said
 
 
 # The checker itself, on records with a known result.

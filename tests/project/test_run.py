@@ -137,6 +137,7 @@ def test_the_crash_of_a_worker_is_a_failure(suite, capfd):
     assert len(re.findall(r"line \d+ in test_crash$", out, re.MULTILINE)) == 1
 
 
+@pytest.mark.nightly
 def test_a_run_that_never_ends_is_aborted_and_shows_its_stacks(
     suite, tmp_path, monkeypatch, until, threads, capfd
 ):
@@ -154,6 +155,7 @@ def test_a_run_that_never_ends_is_aborted_and_shows_its_stacks(
     assert re.search(r"line \d+ in test_that_never_ends$", out, re.MULTILINE)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_leaves_no_files(suite, tmp_path, number, until):
     """The servers and their files are gone when the program ends."""

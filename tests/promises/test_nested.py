@@ -220,7 +220,7 @@ def test_a_lock_in_a_signal_handler_harms_no_lock_that_it_interrupts(
     usual = time.monotonic() - began
     before = signal.signal(signal.SIGALRM, handler)
     try:
-        for _ in range(volume(300)):
+        for _ in range(volume(150)):
             signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-6, usual))
             with lock as hold:
                 hold.check()

@@ -20,7 +20,7 @@ from tests.volume import volume
 pytestmark = [pytest.mark.driver, pytest.mark.django_db(transaction=True)]
 
 TTL, GRACE = 1.0, 0.5
-ROUNDS, THREADS = 25, 4
+ROUNDS, THREADS = 12, 4
 # A key that is free later than this after the end of its threads was kept for too
 # long. The last part is for a machine with other work.
 FREE_WITHIN = TTL + GRACE + 1.5

@@ -216,10 +216,10 @@ def test_an_interrupt_of_a_resumption_leaves_the_key_usable(interrupt, is_free):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @for_each(
     "case",
-    [("default", False, 10_000), ("default", True, 150), ("memory", False, 2000)],
+    [("default", False, 4000), ("default", True, 150), ("memory", False, 1000)],
 )
 def test_random_signals_leave_no_key_taken(case, alarm, is_free, until, threads):
-    """Up to 10,000 acquisitions are interrupted at random moments.
+    """Up to 4,000 acquisitions are interrupted at random moments.
 
     No key is taken for longer than its ttl, and nothing leaks.
     """
