@@ -78,9 +78,11 @@ def engines_of(item, whole):
             return frozenset({"sqlite"})
         if marker.name == "driver" and whole:
             return ENGINES - {"mysql"}
+        if marker.name == "holds" and whole:
+            return frozenset({"sqlite", "postgresql"})
         if marker.name == "whole" and whole:
             return frozenset(marker.args)
-        if marker.name in {"front", "driver", "whole", "storage"}:
+        if marker.name in {"front", "driver", "holds", "whole", "storage"}:
             break
     return ENGINES
 

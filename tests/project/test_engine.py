@@ -7,6 +7,8 @@ import pytest
 
 from tests.internals import database, sql
 
+pytestmark = pytest.mark.engine("sqlite")
+
 MODULES = [
     module
     for package in (database, sql)

@@ -21,7 +21,7 @@ from dlocks.testing import held_elsewhere
 from tests.for_each import for_each
 
 pytest_plugins = ["tests.promises.stops"]
-pytestmark = pytest.mark.django_db(transaction=True)
+pytestmark = [pytest.mark.holds, pytest.mark.django_db(transaction=True)]
 
 
 @contextlib.asynccontextmanager

@@ -22,10 +22,9 @@ from dlocks import (
 from dlocks.asgi import release_at_shutdown
 from dlocks.testing import held_elsewhere, undo_shutdown
 from tests.scripts import run_script
-from tests.settings import DLOCKS
 from tests.timing import eventually
 
-pytestmark = pytest.mark.django_db(transaction=True)
+pytestmark = [pytest.mark.holds, pytest.mark.django_db(transaction=True)]
 
 WHY = r"dlocks\.shutdown\(\) has ended all waits of this process"
 
@@ -125,7 +124,7 @@ def test_a_wait_in_a_transaction_ends(threads):
         eventually(lambda: not lock.waiters())
 
 
-@pytest.mark.skipif("session" not in DLOCKS, reason="SQLite has no session locks")
+@pytest.mark.engine("postgresql", "mariadb")
 def test_a_wait_in_the_queue_of_the_engine_ends(threads, is_busy):
     hold = db_lock("stock:7", using="session").acquire()
     lock = db_lock("stock:7", using="session", timeout=None)

@@ -17,7 +17,7 @@ from tests.processes import on_database
 from tests.sync_and_async import sync_and_async
 
 pytest_plugins = ["tests.promises.stops"]
-pytestmark = pytest.mark.django_db(transaction=True)
+pytestmark = [pytest.mark.driver, pytest.mark.django_db(transaction=True)]
 
 VENDOR = connection.vendor
 

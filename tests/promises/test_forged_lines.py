@@ -11,7 +11,7 @@ from django.urls import reverse
 from dlocks import LockTimeout, db_lock
 from tests.promises.commands.running import run
 
-pytestmark = pytest.mark.django_db(transaction=True)
+pytestmark = [pytest.mark.holds, pytest.mark.django_db(transaction=True)]
 
 
 FORGED = "x\r\n2026-01-01 INFO dlocks.audit forged\x1b[2J\x85\u2028\u2029\u202e\0"

@@ -10,7 +10,7 @@ from dlocks import LockBackendError, LockLost, LockTimeout, db_lock
 from tests.for_each import for_each
 
 pytest_plugins = ["tests.promises.stops"]
-pytestmark = [pytest.mark.django_db(transaction=True)]
+pytestmark = [pytest.mark.holds, pytest.mark.django_db(transaction=True)]
 
 USING = for_each("using", ["default", "optimistic", "insert", "memory"])
 

@@ -17,7 +17,7 @@ from tests.promises.yields import yielding
 from tests.timing import in_time
 
 pytest_plugins = ["tests.promises.stops"]
-pytestmark = [pytest.mark.django_db(transaction=True)]
+pytestmark = [pytest.mark.driver, pytest.mark.django_db(transaction=True)]
 
 FAMILY = for_each("using", ["default", "optimistic", "insert"])
 
@@ -97,7 +97,7 @@ def test_a_hold_that_is_left_under_a_guard_is_kept_until_its_end(
 
 
 # SQLite has one writer, so the two transactions cannot be open together.
-@pytest.mark.engine("postgresql", "mariadb", "mysql")
+@pytest.mark.engine("postgresql", "mariadb")
 @FAMILY
 def test_a_guard_of_a_hold_that_was_left_keeps_the_key(using, paused, is_busy, until):
     """The hold was left in a transaction that ends before the guarded one."""

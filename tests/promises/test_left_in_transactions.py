@@ -11,11 +11,11 @@ from django.db import transaction
 from dlocks import LockTimeout, db_lock, db_rwlock, db_semaphore, resume_hold
 from tests.for_each import for_each
 
-pytestmark = [pytest.mark.django_db(transaction=True)]
+pytestmark = [pytest.mark.driver, pytest.mark.django_db(transaction=True)]
 
 # On SQLite, no other caller writes its lease while a transaction is open. The leases
 # of the memory backend need no database.
-SERVERS = pytest.mark.engine("postgresql", "mariadb", "mysql")
+SERVERS = pytest.mark.engine("postgresql", "mariadb")
 USING = [
     pytest.param("default", marks=SERVERS),
     pytest.param("optimistic", marks=SERVERS),

@@ -11,7 +11,7 @@ from dlocks import db_lock
 from tests.for_each import for_each
 from tests.sync_and_async import sync_and_async
 
-pytestmark = pytest.mark.django_db(transaction=True)
+pytestmark = [pytest.mark.holds, pytest.mark.django_db(transaction=True)]
 
 USING = for_each("using", ["default", "memory"])
 # The keys that are acquired first and second, and which of the holds is left first.

@@ -14,7 +14,7 @@ from dlocks import LockLost, db_lock, db_rwlock, db_semaphore, lock_lost
 from tests.promises.ended import in_ended_thread
 from tests.settings import DLOCKS
 
-pytestmark = pytest.mark.django_db(transaction=True)
+pytestmark = [pytest.mark.holds, pytest.mark.django_db(transaction=True)]
 
 ALIASES = [
     alias

@@ -15,7 +15,7 @@ from dlocks.testing import lose
 from tests.for_each import for_each
 from tests.sync_and_async import sync_and_async
 
-pytestmark = pytest.mark.django_db(transaction=True)
+pytestmark = [pytest.mark.holds, pytest.mark.django_db(transaction=True)]
 
 
 @for_each("using", ["default", "memory"])

@@ -13,7 +13,7 @@ from dlocks import LockBackendError, LockLost, db_lock, db_rwlock, db_semaphore
 from dlocks.values import Claim, HeldKey, WaitingClaim
 from tests.promises.commands.running import run
 
-pytestmark = pytest.mark.django_db(transaction=True)
+pytestmark = [pytest.mark.driver, pytest.mark.django_db(transaction=True)]
 
 ResourceLock = apps.get_model("dlocks", "ResourceLock")
 LockClaim = apps.get_model("dlocks", "LockClaim")
@@ -75,7 +75,6 @@ def mail_about(error):
     return reporter.get_traceback_text() + reporter.get_traceback_html()
 
 
-@pytest.mark.driver
 def test_error_mails_contain_no_owner():
     """The frames of an error are those of dlocks, of Django and of the driver."""
     hold, shared = db_lock("stock:7").acquire(), db_rwlock("doc").read().acquire()

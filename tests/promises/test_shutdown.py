@@ -21,9 +21,8 @@ from dlocks import (
 )
 from dlocks.asgi import release_at_shutdown
 from tests.scripts import run_python
-from tests.settings import DLOCKS
 
-pytestmark = pytest.mark.django_db(transaction=True)
+pytestmark = [pytest.mark.holds, pytest.mark.django_db(transaction=True)]
 
 WHY = "its process released all of its locks"
 
@@ -151,7 +150,7 @@ def test_blocks_whose_keys_a_shutdown_released_end_with_lock_lost(
         assert f"{key!r} was lost by" in caplog.text
 
 
-@pytest.mark.skipif("session" not in DLOCKS, reason="SQLite has no session locks")
+@pytest.mark.engine("postgresql", "mariadb")
 def test_blocks_of_session_locks_end_with_lock_lost(at_work, is_busy):
     """The lock of the server's session is released, too."""
     end = at_work(in_lock(db_lock("stock:7", using="session")))

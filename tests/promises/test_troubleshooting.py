@@ -6,7 +6,7 @@ from django.db import connection, transaction
 from dlocks import LockTimeout, db_lock
 from tests.promises.commands.running import listed, run
 
-pytestmark = pytest.mark.django_db(transaction=True)
+pytestmark = [pytest.mark.driver, pytest.mark.django_db(transaction=True)]
 
 
 def test_a_key_that_a_transaction_holds_looks_free_until_its_commit(paused):

@@ -36,6 +36,7 @@ GRACE = 0.5
 # Takeovers.
 
 
+@pytest.mark.driver
 def test_a_key_released_just_then_is_not_taken_over(in_other_thread, caplog):
     """A key that is released just before it is acquired is not taken over.
 
@@ -61,6 +62,7 @@ def test_a_key_released_just_then_is_not_taken_over(in_other_thread, caplog):
     assert not caplog.records
 
 
+@pytest.mark.driver
 def test_only_the_expired_one_of_several_keys_is_taken_over():
     for using in FAMILY:
         rows.stale(f"stock:7 {using}")
@@ -69,6 +71,7 @@ def test_only_the_expired_one_of_several_keys_is_taken_over():
             assert hold.takeover
 
 
+@pytest.mark.driver
 def test_a_key_of_a_dead_holder_is_still_stale(threads):
     """Callers that check an unlocked expired row at once all get ``LockStale``."""
     rows.stale("stock:7")

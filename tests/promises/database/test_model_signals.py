@@ -10,7 +10,7 @@ from django.db.models import signals
 
 from dlocks import db_lock, db_rwlock, db_semaphore
 
-pytestmark = pytest.mark.django_db(transaction=True)
+pytestmark = [pytest.mark.front, pytest.mark.django_db(transaction=True)]
 SENT = [signals.pre_save, signals.post_save, signals.pre_delete, signals.post_delete]
 
 

@@ -20,7 +20,7 @@ from tests import jobs
 from tests.timing import in_time, seldom
 from tests.volume import volume
 
-pytestmark = [pytest.mark.django_db(transaction=True)]
+pytestmark = [pytest.mark.driver, pytest.mark.django_db(transaction=True)]
 
 
 def hand_over(to, in_queue):
@@ -106,7 +106,6 @@ async def test_waiters_of_a_process_are_each_notified_locally(
     await sync_to_async(take_turns)()
 
 
-@pytest.mark.driver
 def test_local_processes_hardly_poll(doomed):
     """Four processes take many turns each, while three wait at any time.
 
@@ -147,7 +146,6 @@ connection.close()
     assert b"Warning" not in ended.stderr, ended.stderr
 
 
-@pytest.mark.driver
 def test_a_forged_datagram_gives_no_hold(in_queue, threads):
     """A sender that has read the table still lacks the SECRET_KEY."""
     with db_lock("stock:7") as hold:
@@ -176,7 +174,6 @@ with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
 """
 
 
-@pytest.mark.driver
 def test_a_flood_of_datagrams_is_bounded(in_queue, threads, until):
     """The waiter keeps its place by its heartbeats, and acquires the key in turn."""
     claim = LockClaim.objects.all()

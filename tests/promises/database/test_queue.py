@@ -33,6 +33,7 @@ from tests.timing import in_time
 from tests.volume import volume
 
 pytestmark = [
+    pytest.mark.driver,
     pytest.mark.django_db(transaction=True),
     pytest.mark.usefixtures("no_claim_left"),
 ]
@@ -69,7 +70,6 @@ def test_processes_are_served_in_the_order_of_arrival(workers, in_queue):
     assert tokens == sorted(tokens)
 
 
-@pytest.mark.driver
 async def test_threads_and_tasks_of_a_process_share_one_queue(threads):
     lock, order, callers = db_lock("stock:7"), [], []
 
@@ -193,7 +193,6 @@ def test_a_caller_without_takeover_gets_lock_stale(doomed, workers, in_queue):
         assert holder.holder.startswith(f"{os.uname().nodename}:{os.getpid()}")
 
 
-@pytest.mark.driver
 def test_a_dead_waiter_is_skipped_within_three_seconds(doomed, in_queue):
     """A dead waiter does not block a caller that only tries either."""
     with db_lock("stock:7"):
@@ -311,7 +310,6 @@ def test_a_shared_hold_from_the_queue_works_like_any_other(in_queue, threads, is
             assert after.token > hold.token
 
 
-@pytest.mark.driver
 def test_a_dead_reader_blocks_a_writer_only_for_its_ttl(doomed, in_queue, workers):
     """A reader or writer that dies with its hold blocks a waiter for its ttl only."""
     (writer,) = workers(1)
@@ -325,7 +323,6 @@ def test_a_dead_reader_blocks_a_writer_only_for_its_ttl(doomed, in_queue, worker
         in_time(writer.hear()[0] - victim.killed_at, 1.0 + 0.5 + 0.7)
 
 
-@pytest.mark.driver
 def test_readers_and_writers_in_processes_exclude_each_other(workers, tmp_path):
     """An odd number means that a writer is active. Readers and writers check it."""
     path, times = tmp_path / "value", volume(8)

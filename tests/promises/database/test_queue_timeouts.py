@@ -26,6 +26,7 @@ from tests.volume import volume
 
 pytest_plugins = ["tests.promises.stops"]
 pytestmark = [
+    pytest.mark.driver,
     pytest.mark.django_db(transaction=True),
     pytest.mark.usefixtures("no_claim_left"),
 ]

@@ -25,7 +25,7 @@ from dlocks import (
 from dlocks.models import HoldRecord
 from tests.for_each import for_each
 
-pytestmark = pytest.mark.django_db(transaction=True)
+pytestmark = [pytest.mark.holds, pytest.mark.django_db(transaction=True)]
 
 USING = ["default", "optimistic", "insert", "memory"]
 

@@ -15,7 +15,7 @@ from tests import jobs
 from tests.for_each import for_each
 from tests.sync_and_async import sync_and_async
 
-pytestmark = pytest.mark.django_db(transaction=True)
+pytestmark = [pytest.mark.driver, pytest.mark.django_db(transaction=True)]
 
 ROWS = ["default", "optimistic", "insert"]
 EVERY = for_each(

@@ -11,7 +11,7 @@ from dlocks.testing import abandoned
 from tests.for_each import for_each
 from tests.sync_and_async import sync_and_async
 
-pytestmark = pytest.mark.django_db(transaction=True)
+pytestmark = [pytest.mark.holds, pytest.mark.django_db(transaction=True)]
 
 EVERY = for_each(
     "using",

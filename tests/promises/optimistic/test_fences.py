@@ -27,7 +27,7 @@ from tests.for_each import for_each
 from tests.models import Crane, Machine, Place, Robot
 from tests.volume import volume
 
-pytestmark = pytest.mark.django_db
+pytestmark = [pytest.mark.driver, pytest.mark.django_db]
 
 
 def step_machine(pipe, pk, token):
@@ -333,7 +333,6 @@ def test_update_writes_all_rows_or_none_with_a_token(model):
     assert not new.filter(state="other").update(steps=2)
 
 
-@pytest.mark.driver
 @COMMITS
 def test_a_row_that_starts_to_match_later_is_not_written():
     delete_all()

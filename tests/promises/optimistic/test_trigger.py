@@ -15,7 +15,7 @@ from tests.for_each import for_each
 from tests.models import Article, Counter, Page, Report
 from tests.promises.optimistic.kinds import COMMITS, execute, is_stale, stored
 
-pytestmark = COMMITS
+pytestmark = [pytest.mark.driver, COMMITS]
 
 
 def state_of(*kinds):
@@ -43,6 +43,7 @@ def trigger(*kinds):
         run(AddVersionTrigger(name), *kinds, back=True)
 
 
+@pytest.mark.storage
 def test_a_write_of_raw_sql_makes_loaded_instances_stale():
     article, other = Article.objects.create(title="a"), Article.objects.create()
     with trigger(Counter, Article):
@@ -166,6 +167,7 @@ def test_the_operation_can_be_repeated_reversed_and_removed():
         assert page.is_stale() == works
 
 
+@pytest.mark.front
 def test_a_migration_contains_the_operation():
     migration = migrations.Migration("0002_trigger", "tests")
     migration.operations = [AddVersionTrigger("Page"), RemoveVersionTrigger("Page")]
@@ -175,6 +177,7 @@ def test_a_migration_contains_the_operation():
     assert names == ["page_version_trigger"] * 2
 
 
+@pytest.mark.front
 def test_a_version_in_a_parents_table_is_named(settings):
     with pytest.raises(FieldDoesNotExist, match=r"tests\.Article. Name that model"):
         run(AddVersionTrigger("Report"), Counter, Article, Report)

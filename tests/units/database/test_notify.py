@@ -141,6 +141,7 @@ def test_a_removed_alias_has_no_socket(settings, until):
     until(is_gone)
 
 
+@pytest.mark.driver
 def test_a_closed_socket_is_replaced_by_the_next_notifier():
     """Daemons close it, which causes no busy loop.
 

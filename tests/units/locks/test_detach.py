@@ -12,7 +12,7 @@ from dlocks import LockBackendError, LockLost, db_lock
 from tests.for_each import for_each
 from tests.internals import Keeper, backends, keeper
 
-pytestmark = pytest.mark.django_db(transaction=True)
+pytestmark = [pytest.mark.holds, pytest.mark.django_db(transaction=True)]
 
 
 @for_each("using", ["default", "memory"])
