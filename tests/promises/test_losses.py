@@ -20,7 +20,7 @@ from tests.promises.locks.keys import clear
 from tests.sync_and_async import sync_and_async
 
 pytest_plugins = ["tests.promises.stops"]
-pytestmark = pytest.mark.django_db(transaction=True)
+pytestmark = [pytest.mark.holds, pytest.mark.django_db(transaction=True)]
 
 # Locks of every kind, all of which take the key "a".
 KINDS = [
@@ -269,7 +269,10 @@ def test_a_release_during_a_renewal_ends_it_with_an_error(
 @for_each("using", ["default", "memory"])
 @for_each("keys", [("a",), ("a", "b")])
 def test_a_loss_calls_on_lost_of_every_lock_that_entered(using, keys):
-    """Each caller of ``acquire()`` learns of a loss by its own ``on_lost``, once."""
+    """Each caller of ``acquire()`` learns of a loss by its own ``on_lost``, once.
+
+    It does not concern inner blocks that have ended, whose work was under the lock.
+    """
     told = []
 
     def lock(name):
@@ -277,6 +280,9 @@ def test_a_loss_calls_on_lost_of_every_lock_that_entered(using, keys):
 
     outer, inner, silent = lock("outer"), lock("inner"), db_lock(*keys, using=using)
     with pytest.raises(LockLost), outer:
+        for number in range(3):
+            with lock(f"ended {number}"):
+                pass
         with pytest.raises(LockLost), silent:
             with pytest.raises(LockLost), inner:
                 lose("a", using=using)
@@ -310,23 +316,6 @@ def test_an_error_in_one_on_lost_does_not_stop_the_next(using, caplog):
     assert record.exc_info[0] is ZeroDivisionError
     assert "on_lost of 'a' failed" in record.getMessage()
     caplog.clear()
-
-
-@for_each("using", ["default", "memory"])
-@for_each("keys", [("a",), ("a", "b")])
-def test_a_loss_does_not_concern_an_inner_block_that_has_ended(using, keys):
-    """Its work was done under the lock."""
-    told = []
-
-    def lock(name):
-        return db_lock(*keys, using=using, on_lost=lambda hold: told.append(name))
-
-    with pytest.raises(LockLost), lock("outer"):
-        for number in range(3):
-            with lock(f"inner {number}"):
-                pass
-        lose("a", using=using)
-    assert told == ["outer"]
 
 
 @pytest.mark.front

@@ -1,7 +1,7 @@
 """Releases that are refused, and those after the end of the hold's transaction."""
 
 import gc
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext, suppress
 
 import pytest
 from django.db import connection, transaction
@@ -9,7 +9,7 @@ from django.db import connection, transaction
 from dlocks import LockLost, db_lock, lock_lost
 from tests.for_each import for_each
 
-pytestmark = pytest.mark.django_db(transaction=True)
+pytestmark = [pytest.mark.driver, pytest.mark.django_db(transaction=True)]
 
 KEYS = for_each("keys", [("stock:7",), ("stock:7", "stock:8")])
 
@@ -111,28 +111,22 @@ def test_a_release_in_on_commit_does_nothing(reported):
     assert not reported
 
 
-def test_a_release_after_the_rollback_of_a_savepoint_raises(reported):
-    """The outer transaction goes on, and its work is no longer under the lock."""
+@for_each("end", ["savepoint", "connection"])
+def test_a_release_after_an_early_end_of_its_transaction_raises(end, signalled):
+    """The savepoint was rolled back, or the connection was lost.
+
+    The outer block goes on, and its work is no longer under the lock.
+    """
+    reported = signalled(lock_lost)
     with transaction.atomic():
-        try:
-            with transaction.atomic():
-                hold = db_lock("stock:7").acquire()
+        inner = transaction.atomic() if end == "savepoint" else nullcontext()
+        with suppress(UndoneError), inner:
+            hold = db_lock("stock:7").acquire()
+            if end == "savepoint":
                 raise UndoneError
-        except UndoneError:
-            pass
+            connection.close()
         assert not hold.held
         with pytest.raises(LockLost, match="its transaction has ended"):
-            hold.release()
-        assert reported == [(lock_lost, hold)]
-
-
-def test_a_release_after_a_lost_connection_raises(reported):
-    """The transaction was rolled back, although its block is still open."""
-    with transaction.atomic():
-        hold = db_lock("stock:7").acquire()
-        connection.close()
-        assert not hold.held
-        with pytest.raises(LockLost):
             hold.release()
         assert reported == [(lock_lost, hold)]
 
@@ -151,9 +145,15 @@ def test_a_block_that_outlives_its_transaction_raises(of, signalled):
 
 
 def test_a_lock_is_released_after_the_transaction_without_its_hold():
-    """``lock.release()`` does nothing either, although no hold was kept."""
+    """``lock.release()`` does nothing either, although no hold was kept.
+
+    The transaction needs no reference to the hold.
+    """
     lock = db_lock("stock:7")
     with transaction.atomic():
         lock.acquire()
+        gc.collect()
+        assert lock.held()
+    assert not lock.held()
     gc.collect()
     lock.release()

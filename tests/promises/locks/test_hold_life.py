@@ -15,7 +15,6 @@ from asgiref.sync import async_to_sync
 from django.db import transaction
 
 from dlocks import LockError, LockLost, db_lock
-from tests.promises.locks.keys import clear
 from tests.promises.yields import yielding
 from tests.scripts import run_python
 from tests.volume import volume
@@ -139,33 +138,6 @@ def test_a_signal_handler_can_release_a_hold_at_any_moment(is_busy):
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-
-
-def test_release_of_a_lost_hold_raises():
-    lock = db_lock("stock:7", **BRISK)
-    lock.acquire()
-    clear("stock:7")
-    with pytest.raises(LockLost):
-        lock.release()
-
-
-@pytest.mark.engine("postgresql")
-def test_a_hold_in_a_transaction_ends_with_it(is_busy):
-    lock = db_lock("stock:7")
-    with transaction.atomic():
-        lock.acquire()
-        gc.collect()
-        assert lock.held()
-        assert is_busy()
-    assert not lock.held()
-    assert not is_busy()
-    with transaction.atomic():
-        lock.acquire()
-        lock.release()
-        assert is_busy()
-    gc.collect()
-    with lock:
-        pass
 
 
 @pytest.mark.engine("postgresql")
