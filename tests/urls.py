@@ -6,7 +6,6 @@ from tests import views
 urlpatterns = [
     path("admin/", admin.site.urls),
     path("increment/", views.increment),
-    path("aincrement/", views.aincrement),
     path("gathered/", views.gathered),
     path("article/<int:pk>/", views.edit_article),
     path("shop/", include("example_project.shop.urls")),

@@ -23,14 +23,6 @@ def increment(request):
     return HttpResponse(hold.scope)
 
 
-async def aincrement(request):
-    async with db_lock("counter") as hold:
-        counter = await Counter.objects.aget(name="views")
-        counter.value += 1
-        await counter.asave()
-    return HttpResponse(hold.scope)
-
-
 async def gathered(request):
     """Let tasks and sync code of one request compete for the same key."""
     order = []

@@ -533,7 +533,7 @@ def test_every_test_named_on_a_page_exists(page):
     """Each row of a table of cases names its test, or the reason why there is none."""
     if page == "safety":
         text, rows = table(page, "What happens when")
-        found = re.findall(r"`((?:\w+/)*test_\w+\.py)::(test_\w+)`", text)
+        found = re.findall(r"`((?:\w+/)*\w+\.py)::(test_\w+)`", text)
         named = [(f"tests/{file}", test) for file, test in found]
         assert len(named) > 40
         assert len(rows) > 40

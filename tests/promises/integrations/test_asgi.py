@@ -16,7 +16,6 @@ from tests.site import Site
 from tests.volume import volume
 
 pytestmark = [
-    # tests/promises/locks/test_async.py has async views on a second server.
     pytest.mark.engine("postgresql"),
     pytest.mark.django_db(transaction=True),
 ]

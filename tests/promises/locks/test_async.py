@@ -574,24 +574,6 @@ async def test_tasks_and_sync_code_of_a_request_do_not_deadlock():
         ]
 
 
-# tests/promises/integrations/test_asgi.py has such views on PostgreSQL.
-@pytest.mark.engine("mariadb")
-@pytest.mark.django_db(transaction=True)
-async def test_async_views_lose_no_update_and_leave_no_claim(nothing_left):
-    """Async views run concurrently, and before and after sync views.
-
-    All requests of the test share one thread.
-    """
-    await sync_to_async(Counter.objects.create)(name="views")
-    client = AsyncClient()
-    responses = [await client.get("/increment/")]
-    responses += await asyncio.gather(*(client.get("/aincrement/") for _ in range(8)))
-    responses += [await client.get("/increment/")]
-    assert [response.content for response in responses] == [b"lease"] * 10
-    assert (await Counter.objects.aget(name="views")).value == 10
-    await nothing_left("default", "counter")("the end")
-
-
 @TWO_SERVERS
 async def test_waiting_tasks_block_neither_the_loop_nor_djangos_thread():
     """The event loop goes on, and the ORM answers."""

@@ -25,7 +25,7 @@ from tests.settings import ENGINE
 from tests.sync_and_async import sync_and_async
 
 pytest_plugins = ["tests.promises.stops"]
-pytestmark = pytest.mark.django_db(transaction=True)
+pytestmark = [pytest.mark.driver, pytest.mark.django_db(transaction=True)]
 
 
 # MySQL has the driver of MariaDB, and shares are the same for these backends.
@@ -47,20 +47,6 @@ def attempt(in_other_thread):
         return hold and hold.token
 
     return lambda lock: in_other_thread(ask, lock)
-
-
-@FAMILY
-def test_readers_and_writers_exclude_each_other(using, attempt):
-    """Several callers read at the same time, each with a larger token."""
-    lock = db_rwlock("catalogue", using=using, timeout=0)
-    with lock.read() as first:
-        assert attempt(lock.read()) > first.token
-        assert attempt(lock.write()) is None
-    with lock.write() as mine:
-        assert attempt(lock.read()) is None
-        assert attempt(lock.write()) is None
-    with lock.read() as later:
-        assert later.token > mine.token
 
 
 @pytest.mark.front
@@ -103,6 +89,7 @@ def test_a_writer_may_read_and_downgrade(using, attempt):
     assert attempt(lock.write())
 
 
+@pytest.mark.storage
 def test_a_writer_may_read_after_its_row_was_locked(workers, stops):
     """Another transaction has locked the row of the key for a while."""
     (other,) = workers(1)
@@ -138,7 +125,6 @@ def test_a_writer_reads_before_its_guarded_transaction_and_not_in_it():
             assert again is reading
 
 
-@pytest.mark.driver
 def test_readers_queue_behind_a_waiting_writer(workers, until):
     writer, reader = workers(2)
     lock = db_rwlock("catalogue")
@@ -160,20 +146,6 @@ def test_readers_queue_behind_a_waiting_writer(workers, until):
     assert reader.hear()[1] > written
 
 
-@FAMILY
-def test_a_semaphore_grants_no_more_than_its_permits(using):
-    lock = db_semaphore("api", permits=2, using=using, timeout=0, reentrant=False)
-    first, second = lock.acquire(), lock.acquire()
-    assert first.token < second.token
-    with pytest.raises(LockTimeout):
-        lock.acquire()
-    first.release()
-    with lock as third:
-        assert third.token > second.token
-        assert lock.try_acquire() is None
-    second.release()
-
-
 def message_of(error):
     """Return the message of a LockTimeout without times and addresses."""
     return re.sub(
@@ -183,7 +155,6 @@ def message_of(error):
     )
 
 
-@pytest.mark.driver
 @sync_and_async
 async def test_a_full_semaphore_names_all_of_its_holders(
     do, in_other_thread, threads, until
@@ -292,7 +263,6 @@ def test_changed_permits_bind_new_holders_at_once(in_other_thread):
             permits(wrong)
 
 
-@pytest.mark.driver
 def test_reentering_takes_no_further_permit(in_other_thread):
     """A permit can be entered again next to another one of the same caller."""
     mine = db_semaphore("api", permits=2, timeout=0)

@@ -11,6 +11,7 @@ import pickle
 import re
 import threading
 import time
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -38,7 +39,7 @@ from dlocks import (
 from dlocks.models import LockClaim, ResourceLock
 from dlocks.testing import abandoned
 from dlocks.values import KEY_LENGTH
-from tests import jobs, rows
+from tests import rows
 from tests.for_each import for_each
 from tests.promises.locks.keys import clear, is_taken, row
 
@@ -263,6 +264,7 @@ def test_an_invalid_policy_is_refused_before_any_query(django_assert_num_queries
                     pytest.fail(f"{policy}: {db_lock(*keys, **policy)}")
 
 
+@pytest.mark.driver
 def test_the_longest_timeout_of_threading_is_a_wait(threads, until):
     """Code for ``threading.Lock`` may pass it. A longer one is refused."""
     longest = threading.TIMEOUT_MAX
@@ -283,10 +285,6 @@ def test_the_longest_timeout_of_threading_is_a_wait(threads, until):
         waiter.join()
         assert waiter.results[0] > mine.token
     lock.try_acquire(timeout=longest).release()
-    if connection.vendor != "sqlite":
-        # On SQLite a lease cannot be acquired in a transaction.
-        with transaction.atomic(), db_lock("stock:7", timeout=longest, scope="lease"):
-            pass
     with pytest.raises(ValueError, match="timeout must be 0 or more and at most"):
         db_lock("stock:7", timeout=2 * longest)
 
@@ -315,6 +313,7 @@ def test_a_lock_holds_nothing_and_can_be_shared():
 # The row.
 
 
+@pytest.mark.driver
 @FAMILY
 def test_the_row_shows_the_holder_of_the_key(using):
     """Each hold has another owner."""
@@ -388,73 +387,68 @@ def test_an_hour_that_the_time_zone_repeats_is_read_as_it_was_written(settings):
         assert db_lock(f"stock:{number}").holder().since == moment
 
 
-@pytest.mark.engine("postgresql", "mariadb", "mysql")
-@for_each(
-    "case",
-    [
-        ("default", "Asia/Tokyo", "+09:00"),
-        ("default", "America/New_York", "-05:00"),
-        ("optimistic", "America/New_York", "-05:00"),
-        ("insert", "Asia/Tokyo", "+09:00"),
-    ],
-)
-def test_the_time_zone_of_a_session_does_not_matter(case, in_other_thread):
-    using, name, offset = case
-
-    def attempt():
-        with connection.cursor() as cursor:
-            if connection.vendor == "postgresql":
-                cursor.execute("SELECT set_config('TimeZone', %s, false)", [name])
-            else:
-                cursor.execute("SET time_zone = %s", [offset])
-        return db_lock("stock:7", using=using).try_acquire()
-
-    lock = db_lock("stock:7", using=using)
-    with lock:
-        assert in_other_thread(attempt) is None
-    try:
-        with attempt() as hold:
-            assert in_other_thread(
-                lambda: (lock.try_acquire(), lock.holder().stale)
-            ) == (
-                None,
-                False,
-            )
-            assert hold.token == row("stock:7").version
-            assert 20 < row("stock:7").seconds_left < 30.001
-    finally:
-        # The time zone of the session ends with the connection, and with its pool.
-        connection.close()
-        getattr(connection, "close_pool", lambda: None)()
+OFFSETS = {"Asia/Tokyo": "+09:00", "America/New_York": "-05:00"}
 
 
-@pytest.mark.engine("postgresql", "mariadb", "mysql")
-@for_each("zone", ["Asia/Tokyo", "America/New_York"])
-@for_each("use_tz", [True, False])
-def test_a_permit_lasts_for_its_ttl_in_any_time_zone(zone, use_tz, settings):
-    """Its end is calculated from a time that was read in the session's time zone."""
-    settings.USE_TZ = use_tz
+@contextmanager
+def session_in(zone):
+    """Set the time zone of the session, which ends with its connection and pool."""
     try:
         with connection.cursor() as cursor:
             if connection.vendor == "postgresql":
                 cursor.execute("SELECT set_config('TimeZone', %s, false)", [zone])
             else:
-                offset = {"Asia/Tokyo": "+09:00", "America/New_York": "-05:00"}[zone]
-                cursor.execute("SET time_zone = %s", [offset])
-        with db_semaphore("stock:7", permits=2) as hold:
-            hold.check()
-            assert abs(hold.token / 1e6 - time.time()) < 3600
-            (share,) = LockClaim.objects.by_clock()
-            assert 20 < share.seconds_left < 30.001
+                cursor.execute("SET time_zone = %s", [OFFSETS[zone]])
+        yield
     finally:
-        # The time zone of the session ends with the connection, and with its pool.
         connection.close()
         getattr(connection, "close_pool", lambda: None)()
+
+
+@pytest.mark.engine("postgresql", "mariadb", "mysql")
+@for_each(
+    "case",
+    [
+        ("default", "Asia/Tokyo"),
+        ("default", "America/New_York"),
+        ("optimistic", "America/New_York"),
+        ("insert", "Asia/Tokyo"),
+    ],
+)
+def test_the_time_zone_of_a_session_does_not_matter(case, in_other_thread):
+    using, zone = case
+    lock = db_lock("stock:7", using=using)
+
+    def attempt():
+        with session_in(zone):
+            return lock.try_acquire()
+
+    with lock:
+        assert in_other_thread(attempt) is None
+    with session_in(zone), lock.try_acquire() as hold:
+        found = in_other_thread(lambda: (lock.try_acquire(), lock.holder().stale))
+        assert found == (None, False)
+        assert hold.token == row("stock:7").version
+        assert 20 < row("stock:7").seconds_left < 30.001
+
+
+@pytest.mark.engine("postgresql", "mariadb", "mysql")
+@for_each("zone", OFFSETS)
+@for_each("use_tz", [True, False])
+def test_a_permit_lasts_for_its_ttl_in_any_time_zone(zone, use_tz, settings):
+    """Its end is calculated from a time that was read in the session's time zone."""
+    settings.USE_TZ = use_tz
+    with session_in(zone), db_semaphore("stock:7", permits=2) as hold:
+        hold.check()
+        assert abs(hold.token / 1e6 - time.time()) < 3600
+        (share,) = LockClaim.objects.by_clock()
+        assert 20 < share.seconds_left < 30.001
 
 
 # Reentrance.
 
 
+@pytest.mark.driver
 @FAMILY
 def test_a_nested_entry_is_counted_in_the_row(using):
     lock = db_lock("stock:7", using=using)
@@ -469,6 +463,7 @@ def test_a_nested_entry_is_counted_in_the_row(using):
     assert not is_taken("stock:7", using)
 
 
+@pytest.mark.driver
 @FAMILY
 def test_reentering_a_lost_lease_raises_lock_lost(using):
     lock = db_lock("stock:7", using=using, renew=False)
@@ -557,28 +552,7 @@ def test_a_block_never_releases_another_caller_s_hold(in_block, paused):
     end()
 
 
-# Stale keys.
-
-
 @pytest.mark.driver
-@FAMILY
-def test_a_stale_key_is_taken_over_by_exactly_one_of_many(using, workers):
-    abandoned("stock:7", using=using)
-    assert row("stock:7").state == "stale"
-    token = db_lock("stock:7", using=using).holder().token
-    crowd = workers(4)
-    for worker in crowd:
-        worker.start(jobs.acquire, "stock:7", using=using, timeout=0)
-    answers = [worker.hear() for worker in crowd]
-    winners = [answer for answer in answers if isinstance(answer, int)]
-    # A loser that meets the winner's statement also finds the key busy.
-    assert len(winners) == 1, answers
-    assert winners[0] > token
-    assert set(answers) - set(winners) <= {"LockTimeout"}
-    for worker in crowd:
-        worker.call(jobs.forget)
-
-
 def test_min_hold_keeps_the_key_after_the_block():
     """This is so for a block that ends alone, and for one in a transaction."""
     ended = {}
@@ -642,17 +616,6 @@ def test_a_row_whose_token_is_ahead_of_the_clock_is_not_purged():
     purge("default")
     with db_lock("stock:7") as hold:
         assert hold.token > ahead
-
-
-def test_clearing_fences_off_and_notifies_the_holder():
-    lost = []
-    with pytest.raises(LockLost), db_lock("stock:7", on_lost=lost.append) as hold:
-        clear("stock:7")
-        assert row("stock:7").version > hold.token
-        assert (row("stock:7").status, row("stock:7").owner) == ("F", "")
-        with pytest.raises(LockLost):
-            hold.check()
-        assert lost == [hold]
 
 
 # Signals.

@@ -26,7 +26,7 @@ from tests.timing import NotYetError, TooLateError, in_time
 from tests.volume import volume
 
 pytest_plugins = ["tests.promises.stops"]
-pytestmark = pytest.mark.django_db(transaction=True)
+pytestmark = [pytest.mark.driver, pytest.mark.django_db(transaction=True)]
 
 FAMILY = for_each("using", ["default", "optimistic", "insert"])
 IN_ONE = for_each("using", ["default", "optimistic"])
@@ -160,7 +160,6 @@ def test_all_keys_are_held_and_released(using):
         assert of_key == sorted(set(of_key))
 
 
-@pytest.mark.driver
 @ALL
 def test_after_a_timeout_no_key_is_held(using):
     """If one key is busy, none is acquired, and the error names that key."""
@@ -206,7 +205,6 @@ def test_the_timeout_is_for_all_keys_together(stops):
         return_b()
 
 
-@pytest.mark.driver
 @FAMILY
 def test_a_busy_key_is_waited_for_in_its_queue(using, threads, until):
     release = lend("b", using)
@@ -229,6 +227,7 @@ def test_a_busy_key_is_waited_for_in_its_queue(using, threads, until):
 # Cost.
 
 
+@pytest.mark.storage
 @IN_ONE
 def test_the_cost_of_several_keys_does_not_grow_with_their_number(using):
     """They are acquired and released together in one short transaction.
@@ -256,7 +255,6 @@ def test_the_cost_of_several_keys_does_not_grow_with_their_number(using):
 # Reentrance, release and loss.
 
 
-@pytest.mark.driver
 @FAMILY
 def test_a_key_that_is_already_held_is_reentered(using):
     with db_lock("b", using=using) as outer:
@@ -300,7 +298,6 @@ def test_a_second_release_does_not_end_an_outer_hold(stops):
     assert not is_taken("b")
 
 
-@pytest.mark.driver
 @FAMILY
 def test_a_key_that_is_lost_loses_the_hold_and_frees_the_others(using):
     told = []
@@ -317,7 +314,6 @@ def test_a_key_that_is_lost_loses_the_hold_and_frees_the_others(using):
     assert not is_taken("c", using)
 
 
-@pytest.mark.driver
 def test_min_hold_keeps_each_key(threads, is_busy, until):
     """After that, a waiter for one of the keys is served."""
     with db_lock("a", "b", "c", min_hold=2.0) as hold:
@@ -387,7 +383,6 @@ def test_keys_held_during_a_long_wait_are_renewed(until, threads):
     assert thread.results[0].keys() == {"a", "b"}
 
 
-@pytest.mark.driver
 @FAMILY
 def test_several_keys_can_be_held_as_shared(using, in_other_thread):
     lock = db_lock("a", "b", using=using, shared=True, timeout=0)
@@ -496,7 +491,6 @@ RACES = [
 ]
 
 
-@pytest.mark.driver
 @for_each("case", RACES)
 def test_overlapping_keys_in_any_order_never_deadlock(case, workers, tmp_path):
     """Each key has an unguarded counter.
@@ -527,14 +521,3 @@ def test_overlapping_keys_in_any_order_never_deadlock(case, workers, tmp_path):
         assert value == sum(mine.get(key, 0) for mine in added)
         assert value == 0 or last > 0
     assert not LockClaim.objects.exists()
-
-
-@pytest.mark.driver
-def test_a_killed_holder_of_several_keys_frees_all_after_its_ttl(doomed):
-    victim = doomed()
-    victim.call(jobs.acquire, "a", "b", "c", ttl=1.0)
-    assert db_lock("b", "c").try_acquire() is None
-    victim.kill()
-    with db_lock("c", "a", "b", timeout=20) as hold:
-        assert hold.held
-    in_time(time.monotonic() - victim.killed_at, 5.0)

@@ -19,14 +19,14 @@ from tests.sync_and_async import sync_and_async
 from tests.timing import eventually
 
 pytest_plugins = ["tests.promises.stops"]
-pytestmark = pytest.mark.django_db(transaction=True)
+pytestmark = [pytest.mark.driver, pytest.mark.django_db(transaction=True)]
 
 ROWS = ["default", "optimistic", "insert"]
 EVERY = for_each(
     "using",
     [*ROWS, "memory"] if connection.vendor == "sqlite" else [*ROWS, "session"],
 )
-SERVERS = pytest.mark.engine("postgresql", "mariadb", "mysql")
+SERVERS = pytest.mark.engine("postgresql", "mariadb")
 
 
 def left_for_others(*keys, using="default"):
@@ -233,20 +233,12 @@ def test_no_earlier_renewal_in_the_background_comes_after_it(
     using, stops, threads, until
 ):
     """It would end the lease soon, although the holder counts on the new ttl."""
-    started, go_on = threading.Event(), threading.Event()
-
-    def late(usual, claims):
-        if claims[0].ttl < 9:
-            started.set()
-            assert go_on.wait(30)
-        return usual()
-
     with db_lock("stock:7", using=using, ttl=6) as hold:
-        stops.replace("renew", late, using)
-        assert started.wait(30)
+        late = stops.at("renew", using)
+        late.wait()
         renewing = threads(lambda: hold.renew(ttl=600))
         until(lambda: renewing.is_alive())
-        go_on.set()
+        late.go_on()
         renewing.join(30)
         assert 595 < hold.remaining <= left_for_others("stock:7", using=using)[0] + 0.1
 
@@ -280,23 +272,14 @@ def test_a_late_reply_to_another_renewal_does_not_extend_a_shorter_lease(
 @for_each("using", ["default", "memory"])
 def test_a_late_renewal_by_another_thread_is_noticed(using, stops, threads, until):
     """It has shortened the lease. Its reply says so, and the next renewal mends it."""
-    sent, go_on = threading.Event(), threading.Event()
-
-    def late(usual, claims):
-        if not sent.is_set():
-            sent.set()
-            assert go_on.wait(30)
-        return usual()
-
     with db_lock("stock:7", using=using, ttl=8) as hold:
-        stops.replace("renew", late, using)
+        late = stops.at("renew", using)
         renewing = threads(hold.renew)
-        assert sent.wait(30)
+        late.wait()
         hold.renew(ttl=600)
         assert hold.remaining > 595
-        go_on.set()
+        late.go_on()
         renewing.join(30)
-        stops.end()
         until(lambda: hold.remaining > 500)
         assert left_for_others("stock:7", using=using)[0] > 595
 

@@ -141,38 +141,26 @@ def test_a_renewal_that_finds_its_own_row_locked_is_not_lost(stops, until):
 
 
 @pytest.mark.engine("postgresql", "mariadb", "mysql")
-def test_a_renewal_that_comes_late_into_a_guard_is_no_loss(stops, until):
+@for_each("use", ["", "renew", "check"])
+def test_a_request_that_comes_late_into_a_guard_is_no_loss(use, stops, threads, until):
     """It finds the row locked, with the lease from before the guard, which has run out.
 
-    The commit renews the lease.
+    It is a renewal in the background, or a request of another thread. The commit renews
+    the lease.
     """
     lost = []
-    late = stops.at("renew")
-    with db_lock("stock:7", ttl=1.5, on_lost=lost.append) as hold:
+    policy = {"ttl": 0.8 if use else 1.5, "renew": not use, "on_lost": lost.append}
+    with db_lock("stock:7", **policy) as hold:
+        late = stops.at("verify" if use == "check" else "renew")
+        other = threads(getattr(hold, use)) if use else None
         late.wait()
         with hold.atomic():
             until(lambda: row("stock:7").seconds_left < 0)
             late.go_on()
-            time.sleep(0.5)
-        hold.check()
-    assert lost == []
-
-
-@pytest.mark.engine("postgresql", "mariadb", "mysql")
-@for_each("use", ["renew", "check"])
-def test_another_thread_that_is_late_for_a_guard_loses_no_hold(
-    use, stops, threads, until
-):
-    """Its request finds the row locked, with the lease from before the guard."""
-    lost = []
-    with db_lock("stock:7", ttl=0.8, renew=False, on_lost=lost.append) as hold:
-        late = stops.at("verify" if use == "check" else use)
-        other = threads(getattr(hold, use))
-        late.wait()
-        with hold.atomic():
-            until(lambda: row("stock:7").seconds_left < 0)
-            late.go_on()
-            other.join(20)
+            if other is None:
+                time.sleep(0.5)
+            else:
+                other.join(20)
         hold.check()
     assert lost == []
 

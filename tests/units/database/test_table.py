@@ -209,16 +209,6 @@ def test_the_database_follows_the_rules_of_the_table(kind, kinds, history, long_
         assert found == expected, done
 
 
-def test_the_grace_applies_to_shared_holds():
-    """A clock that steps by less than the grace admits no writer beside a reader."""
-    for kind in MemoryBackend, PessimisticBackend:
-        backend, key = kind("default", grace=10_000_000), next(keys)
-        reader = Claim(key=key, ttl=LONG, shared=True)
-        assert backend.acquire(reader)
-        helpers._end_lease(backend, reader)
-        assert backend.acquire(Claim(key=key, ttl=LONG)) is None, kind
-
-
 def test_an_expired_hold_is_not_exchanged():
     """No other caller has taken the key over yet."""
     for kind in MemoryBackend, PessimisticBackend:
