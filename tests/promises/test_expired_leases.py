@@ -1,7 +1,6 @@
 """Leases that a test lets expire with ``dlocks.testing.expire()``."""
 
 import dataclasses
-import time
 
 import pytest
 
@@ -9,7 +8,7 @@ from dlocks import LockLost, db_lock, db_rwlock, db_semaphore
 from dlocks.testing import expire
 from tests.for_each import for_each
 
-pytestmark = pytest.mark.django_db(transaction=True)
+pytestmark = [pytest.mark.holds, pytest.mark.django_db(transaction=True)]
 
 KINDS = [
     db_lock("a"),
@@ -74,14 +73,3 @@ def test_the_end_of_a_block_notices_only_that_the_key_was_taken(
             work()
     else:
         work()
-
-
-def test_an_open_guarded_transaction_outlives_the_lease():
-    """Its transaction keeps the row, so an inner ``atomic()`` begins as well."""
-    with db_lock("a", ttl=0.5) as hold, hold.atomic():
-        time.sleep(0.6)
-        hold.check()
-        with hold.atomic():
-            hold.check()
-    with db_lock("a", timeout=0):
-        pass

@@ -24,6 +24,7 @@ from dlocks import (
 )
 from dlocks.testing import expire, lose
 from tests.for_each import for_each
+from tests.sync_and_async import sync_and_async
 
 pytestmark = [pytest.mark.front, pytest.mark.django_db(transaction=True)]
 
@@ -313,20 +314,11 @@ def lost_at_once():
 
 
 @ALIASES
-@KEYS
-def test_a_hold_that_is_lost_before_its_caller_has_it_is_returned(
-    using, keys, lost_at_once
+@sync_and_async
+async def test_a_hold_that_is_lost_before_its_caller_has_it_is_returned(
+    do, using, lost_at_once
 ):
     """The block learns of the loss at its end."""
     with pytest.raises(LockLost):
-        with db_lock(*keys[:1], using=using) as hold:
-            assert not hold.held
-
-
-@ALIASES
-async def test_a_hold_that_is_lost_before_its_task_has_it_is_returned(
-    using, lost_at_once
-):
-    with pytest.raises(LockLost):
-        async with db_lock("a", using=using) as hold:
+        async with do.block(db_lock("a", using=using)) as hold:
             assert not hold.held

@@ -14,7 +14,7 @@ from dlocks import LockTimeout, db_lock, db_rwlock, db_semaphore
 from tests.for_each import for_each
 from tests.promises.yields import yielding
 
-pytestmark = pytest.mark.django_db(transaction=True)
+pytestmark = [pytest.mark.holds, pytest.mark.django_db(transaction=True)]
 
 KEYS = ("stock:7", "stock:8")
 
@@ -209,15 +209,22 @@ async def test_abandoned_async_generators_leave_nothing(kind, until, is_busy):
     await asyncio.to_thread(until, lambda: not is_busy())
 
 
+def run_and_close(coroutine):
+    """Run a coroutine in an event loop whose end closes no generator."""
+    with contextlib.closing(asyncio.new_event_loop()) as loop:
+        loop.run_until_complete(coroutine)
+
+
 @pytest.mark.front
 @for_each("kind", KINDS)
-@for_each("own", [False, True])
-def test_generators_closed_with_their_loop_leave_nothing(kind, own, until, is_busy):
-    """They were suspended at the end of ``asyncio.run()``.
+@for_each("case", [(asyncio.run, False), (asyncio.run, True), (run_and_close, False)])
+def test_generators_that_outlast_their_loop_leave_nothing(kind, case, until, is_busy):
+    """``asyncio.run()`` closes them at its end, or nothing closes them.
 
     They share a lock object, or each has its own.
     """
-    shared, kept = lock_of(kind, using="memory"), []
+    (run, own), kept = case, []
+    shared = lock_of(kind, using="memory")
 
     async def main():
         for _ in range(2):
@@ -225,25 +232,7 @@ def test_generators_closed_with_their_loop_leave_nothing(kind, own, until, is_bu
             await anext(generator)
             kept.append(generator)
 
-    asyncio.run(main())
-    until(lambda: not is_busy(using="memory"))
-
-
-@pytest.mark.front
-@for_each("kind", KINDS)
-def test_generators_that_lost_their_loop_leave_nothing(kind, until, is_busy):
-    """Nothing closes them: the loop was closed before."""
-    lock, kept = lock_of(kind, using="memory"), []
-
-    async def main():
-        for _ in range(2):
-            generator = astream(lock)
-            await anext(generator)
-            kept.append(generator)
-
-    loop = asyncio.new_event_loop()
-    loop.run_until_complete(main())
-    loop.close()
+    run(main())
     until(lambda: not is_busy(using="memory"))
 
 
