@@ -6,16 +6,14 @@ import unicodedata
 from datetime import timedelta
 
 import pytest
-from django.apps import apps
 from django.core.management import call_command
 from django.utils import timezone
 
 from dlocks import db_lock, db_semaphore
+from tests import rows
 from tests.promises.commands.running import run
 
 pytestmark = [pytest.mark.front, pytest.mark.django_db(transaction=True)]
-
-ResourceLock = apps.get_model("dlocks", "ResourceLock")
 
 COLUMNS = ["KEY", "STATE", "WAITING", "AGE", "LEFT", "HOLDER"]
 # A holder whose name is longer than a terminal is wide.
@@ -49,18 +47,11 @@ def shown(monkeypatch):
     return read
 
 
-def held(key, *, age=600, left=45 * 60, **fields):
+def held(key, *, age=600, left=45 * 60):
     """Write the row of a lock."""
     now = timezone.now()
-    values = {"holder": HOLDER, "hold_count": 1, "version": 1000, **fields}
-    ResourceLock.objects.create(
-        key_resource=key,
-        status=ResourceLock.Status.PROCESSING,
-        owner="0" * 32,
-        begin_time=now - timedelta(seconds=age),
-        end_time=now + timedelta(seconds=left),
-        **values,
-    )
+    begin, end = now - timedelta(seconds=age), now + timedelta(seconds=left)
+    rows.write(key, rows.P, end, holder=HOLDER, begin_time=begin)
 
 
 def width(text):

@@ -119,3 +119,29 @@ def test_a_nul_in_a_filter_is_harmless(reader):
     """PostgreSQL raises an error for it in a parameter of a query."""
     for query in ({"ending__exact": "\0"}, {"ended": "\0"}, {"q": "\0"}):
         page(reader.get(RECORDS, query, follow=True))
+
+
+@pytest.mark.usefixtures("with_history")
+def test_the_control_room_shows_the_history_only_with_its_permission(viewer, historian):
+    """``view_resourcelock`` shows the locks, and ``view_holdrecord`` ended holds.
+
+    This applies to the page, to the page of one key, and to each part that its script
+    requests.
+    """
+    rows.ended("stock:7")
+    queries = [
+        (address, part)
+        for address in (LIST, key_page("stock:7"))
+        for part in ({}, {"part": "now"}, {"part": "hour"}, {"part": "past"})
+    ]
+
+    def texts(client):
+        return [page(client.get(address, part)) for address, part in queries]
+
+    assert sum("MainThread" in text for text in texts(historian)) >= 3
+    for (_, query), text in zip(queries, texts(viewer), strict=True):
+        assert "MainThread" not in text, query
+        assert "Locks released" not in text, query
+        assert "part=past" not in text, query
+        assert "part=hour" not in text, query
+        assert "part" in query or "part=now" in text

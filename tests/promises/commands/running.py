@@ -7,7 +7,7 @@ import json
 import sys
 
 import pytest
-from django.core.management import CommandError, call_command
+from django.core.management import CommandError, call_command, load_command_class
 
 
 def run(*args, **options) -> str:
@@ -34,6 +34,15 @@ def refused(*args) -> str:
         run(*args)
     assert "\n" not in str(caught.value).strip()
     return str(caught.value)
+
+
+def exit_of(*args) -> int:
+    """Run ``run_locked`` in this process, and return its exit status."""
+    command = load_command_class("dlocks", "run_locked")
+    with pytest.raises(SystemExit) as caught:
+        command.run_from_argv(["manage.py", "run_locked", *args])
+        raise SystemExit(0)
+    return caught.value.code
 
 
 @pytest.fixture(autouse=True)

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import pytest
-from django.core.management import CommandError, call_command, load_command_class
+from django.core.management import CommandError, call_command
 
 from dlocks.testing import held_elsewhere
+from tests.promises.commands.running import exit_of
 
 pytestmark = [pytest.mark.front, pytest.mark.django_db(transaction=True)]
-
-
-def status_of(*words):
-    command = load_command_class("dlocks", "run_locked")
-    with pytest.raises(SystemExit) as caught:
-        command.run_from_argv(["manage.py", "run_locked", *words])
-    return caught.value.code
 
 
 def test_a_busy_key_prints_nothing_at_verbosity_0(capfd):
     """Cron would mail it. The status is 75 in any case, and errors are printed."""
     run = "--", "echo", "ran"
     with held_elsewhere("sync"):
-        assert status_of("sync", "-v", "0", *run) == 75
+        assert exit_of("sync", "-v", "0", *run) == 75
         assert capfd.readouterr() == ("", "")
-        assert status_of("sync", *run) == 75
+        assert exit_of("sync", *run) == 75
         out, err = capfd.readouterr()
         assert (out, "held by elsewhere" in err) == ("", True)
         with pytest.raises(CommandError) as caught:
@@ -31,5 +25,5 @@ def test_a_busy_key_prints_nothing_at_verbosity_0(capfd):
         assert caught.value.returncode == 75
     call_command("run_locked", "sync", command=["echo", "ran"], verbosity=0)
     assert capfd.readouterr() == ("ran\n", "")
-    assert status_of("sync", "-v", "0", "--", "/nowhere/to/be/found") == 127
+    assert exit_of("sync", "-v", "0", "--", "/nowhere/to/be/found") == 127
     assert "/nowhere/to/be/found" in capfd.readouterr().err

@@ -177,45 +177,34 @@ def error_of_a_try(pipe, key):
         return f"LockBackendError: {error}"
 
 
-def test_a_key_that_row_security_hides_is_an_error(process):
+# What hides each key, and what lets no role delete a claim whose turn has come.
+POLICIES = {
+    "dlocks_resourcelock": ["USING (owner = 'x') WITH CHECK (true)"],
+    "dlocks_lockclaim": [
+        "FOR SELECT USING (true)",
+        "FOR INSERT WITH CHECK (true)",
+        "FOR UPDATE USING (true)",
+    ],
+}
+
+
+@pytest.mark.parametrize("table", POLICIES)
+def test_a_row_that_row_security_hides_or_keeps_is_an_error(table, process):
     """The caller does not try forever, and does not take it for a busy key."""
-    rows.free("stock:7")
-    worker = process(APPLICATION)
-    with connection.cursor() as cursor:
-        cursor.execute("ALTER TABLE dlocks_resourcelock ENABLE ROW LEVEL SECURITY")
-        cursor.execute(
-            "CREATE POLICY of_a_test ON dlocks_resourcelock USING (owner = 'x') WITH"
-            " CHECK (true)"
-        )
-        try:
-            began = time.monotonic()
-            error = worker.call(error_of_a_try, "stock:7")
-            in_time(time.monotonic() - began, 8.0)
-        finally:
-            cursor.execute("DROP POLICY of_a_test ON dlocks_resourcelock")
-            cursor.execute("ALTER TABLE dlocks_resourcelock DISABLE ROW LEVEL SECURITY")
-    assert re.match(r"LockBackendError: .*'stock:7'.* row security", error)
-
-
-def test_a_claim_that_row_security_keeps_is_an_error(process):
-    """No policy lets the role delete a claim whose turn has come."""
     rows.free("stock:7", version=1000)
-    rows.waits("stock:7")
+    if table == "dlocks_lockclaim":
+        rows.waits("stock:7")
     worker = process(APPLICATION)
     with connection.cursor() as cursor:
-        cursor.execute("ALTER TABLE dlocks_lockclaim ENABLE ROW LEVEL SECURITY")
-        for command in "SELECT", "INSERT", "UPDATE":
-            condition = "WITH CHECK" if command == "INSERT" else "USING"
-            cursor.execute(
-                f"CREATE POLICY of_a_test_{command} ON dlocks_lockclaim FOR {command}"
-                f" {condition} (true)"
-            )
+        cursor.execute(f"ALTER TABLE {table} ENABLE ROW LEVEL SECURITY")
+        for number, policy in enumerate(POLICIES[table]):
+            cursor.execute(f"CREATE POLICY of_a_test_{number} ON {table} {policy}")
         try:
             began = time.monotonic()
             error = worker.call(error_of_a_try, "stock:7")
             in_time(time.monotonic() - began, 8.0)
         finally:
-            for command in "SELECT", "INSERT", "UPDATE":
-                cursor.execute(f"DROP POLICY of_a_test_{command} ON dlocks_lockclaim")
-            cursor.execute("ALTER TABLE dlocks_lockclaim DISABLE ROW LEVEL SECURITY")
+            for number, _ in enumerate(POLICIES[table]):
+                cursor.execute(f"DROP POLICY of_a_test_{number} ON {table}")
+            cursor.execute(f"ALTER TABLE {table} DISABLE ROW LEVEL SECURITY")
     assert re.match(r"LockBackendError: .*'stock:7'.* row security", error)

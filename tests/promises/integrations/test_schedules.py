@@ -26,7 +26,6 @@ from django.core.management import (
     BaseCommand,
     CommandError,
     call_command,
-    load_command_class,
 )
 from django.db import transaction
 from django.dispatch import receiver
@@ -47,6 +46,7 @@ from dlocks.testing import abandoned, frozen_clock, held_elsewhere
 from tests import commands_for_tests, jobs, pages
 from tests.for_each import for_each
 from tests.processes import state_of, states_of
+from tests.promises.commands.running import exit_of
 from tests.timing import eventually
 
 ROOT = Path(__file__).parent.parent.parent.parent
@@ -499,15 +499,6 @@ def serve_in_terminal(pipe, terminal, *args):
 
 def python(code):
     return ["--", sys.executable, "-c", code]
-
-
-def exit_of(*args):
-    """Run ``run_locked`` in this process, and return its exit status."""
-    command = load_command_class("dlocks", "run_locked")
-    with pytest.raises(SystemExit) as caught:
-        command.run_from_argv(["manage.py", "run_locked", *args])
-        raise SystemExit(0)
-    return caught.value.code
 
 
 # A script that prints each signal that it receives, and exits after the line "end".

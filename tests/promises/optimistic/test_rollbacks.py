@@ -10,7 +10,7 @@ import time
 import pytest
 from django.db import DatabaseError, connection, connections, models, transaction
 from django.db.models.signals import post_save
-from django.test import TestCase, TransactionTestCase
+from django.test import TestCase
 
 from dlocks import StaleToken
 from tests.for_each import for_each
@@ -34,6 +34,8 @@ from tests.promises.optimistic.kinds import (
     received,
     stored,
 )
+
+pytestmark = pytest.mark.whole("sqlite", "postgresql")
 
 
 class Undone(Exception):  # noqa: N818 (not an error)
@@ -409,15 +411,6 @@ class InTestCase(TestCase):
         undo(article.save)
         is_stale(article.save)
         article.save(force_insert=True)
-
-
-class InTransactionTestCase(TransactionTestCase):
-    databases = ["default"]
-
-    def test_a_rolled_back_insert(self):
-        article = Article()
-        undo(article.save)
-        article.save()
 
 
 # Django's own writes
