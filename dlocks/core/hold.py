@@ -32,6 +32,7 @@ from dlocks.runtime.coroutines import (
 )
 from dlocks.runtime.keeper import OUTSIDE_TIMEOUT, keeper
 from dlocks.runtime.requests import is_nested
+from dlocks.runtime.threads import this_thread
 from dlocks.values import Claim, Duration
 
 P = ParamSpec("P")
@@ -420,7 +421,7 @@ def leave_block(
     """
     has_failed = failed or error is not None
     try:
-        if (is_nested() or keeper.is_current) and block.hold.scope == "lease":
+        if (is_nested() or this_thread.is_keepers) and block.hold.scope == "lease":
             for entry in block.entries:
                 _leave_later(entry, failed=has_failed)
             return

@@ -337,7 +337,7 @@ class Holding:
             if effect is Effect.VERIFY:
                 self._verify_before_leave(partial(event, within, verified=True))
                 effect = event(within, failed=failed, verified=True)
-            if not effect and self.life.state.reason is Reason.LOST:
+            if effect is Effect.NOTHING and self.life.state.reason is Reason.LOST:
                 # It was lost just now, and its on_lost has left the entry.
                 effect = Effect.LOST
             self.perform(effect)

@@ -116,7 +116,7 @@ class Keeper:
     @property
     def is_current(self) -> bool:
         """Return whether the current thread belongs to the keeper."""
-        return getattr(this_thread, "is_keepers", False)
+        return this_thread.is_keepers
 
     @property
     def holds(self) -> list[WatchedHold]:

@@ -55,7 +55,7 @@ def let_renewals_pass() -> None:
     its lease, because one thread sends all requests of a server. So it earns promise 2
     of docs/safety.md.
     """
-    send = getattr(this_thread, "send_renewals", None)
+    send = this_thread.send_renewals
     if send is None:
         return
     thread, is_request = get_ident(), get_ident() in _threads

@@ -22,8 +22,16 @@ class PythonIsExitingError(RuntimeError):
     """
 
 
-# Facts about the current thread.
-this_thread = threading.local()
+class ThisThread(threading.local):
+    """Facts about the current thread."""
+
+    # Whether it is the keeper's or a worker's.
+    is_keepers = False
+    # Sends the renewals that wait for this worker.
+    send_renewals: Callable[[], None] | None = None
+
+
+this_thread = ThisThread()
 
 
 Mutex = threading.RLock
