@@ -59,10 +59,21 @@ from tests.strikes import STRUCK, Strike
 # This includes the driver's own errors. Django does not wrap errors from closing a
 # cursor.
 TROUBLES = (LockError, DatabaseError, InterfaceError, connection.Database.Error)
-# Options of the drivers that limit the wait for a silent server.
+# Options that limit the wait for a silent server, and that of the server for a silent
+# client. A transaction that was cut off would keep the rows of the application locked.
 GIVING_UP = {
-    "postgresql": {"connect_timeout": 3, "tcp_user_timeout": 5000},
-    "mysql": {"connect_timeout": 3, "read_timeout": 5, "write_timeout": 5},
+    "postgresql": {
+        "connect_timeout": 3,
+        "tcp_user_timeout": 5000,
+        "options": "-c tcp_keepalives_idle=5 -c tcp_keepalives_interval=1"
+        " -c tcp_keepalives_count=5",
+    },
+    "mysql": {
+        "connect_timeout": 3,
+        "read_timeout": 5,
+        "write_timeout": 5,
+        "init_command": "SET SESSION wait_timeout = 20",
+    },
 }
 
 # Seconds of each minute in which asynchronous exceptions strike.
