@@ -9,8 +9,9 @@
    value, and notifies the channel of that waiter's process.
 5. Each grant has a larger token than the last one, which Redis remembers for a day. A
    token is also not smaller than the server's clock in microseconds.
-6. A cancelled claim is remembered for a minute, so a delayed request of it has no
-   effect. Every request may therefore be sent again.
+6. A claim that was released or cancelled is remembered for a minute, so a delayed
+   request of it has no effect. So is the call that released it. Every request may
+   therefore be sent again.
 
 Redis may lose data. After a restart without its data, or a failover to a replica that
 lagged, another caller can acquire a key that is held. Tokens then grow only as far as
@@ -195,12 +196,9 @@ class RedisBackend(Backend):
     def release(
         self, claim: Claim, *, failed: bool = False, rest_for: float = 0.0
     ) -> bool:
-        sent: list[Any] = []
-        arguments = "F" if failed else "S", milliseconds(rest_for) if rest_for else 0
-        (released,) = self._requests.run(scripts.RELEASE, [(claim, arguments)], sent)
-        # The reply to the first request was lost. It may have released the key, which
-        # another claim may hold by now.
-        return bool(released) or len(sent) > 1
+        keep = milliseconds(rest_for) if rest_for else 0
+        status = "F" if failed else "S"
+        return bool(self._run(scripts.RELEASE, claim, status, keep))
 
     def exchange(self, claim: Claim, successor: Claim) -> Grant | None:
         ttl, ip = milliseconds(successor.ttl), successor.owner_ip or ""

@@ -18,8 +18,8 @@ from redis.sentinel import Sentinel, SentinelConnectionPool
 def keywords_of(timeout: float) -> dict[str, Any]:
     """Return the keyword arguments of every client.
 
-    Connecting and each reply may take ``timeout`` seconds. No client retries, because a
-    release has to know whether it was sent twice.
+    Connecting and each reply may take ``timeout`` seconds. No client retries, because
+    ``Requests`` does.
     """
     return {
         "socket_timeout": timeout,

@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import redis
@@ -16,7 +17,7 @@ from dlocks.backends.notifiers import Notifier
 from dlocks.backends.redis.scripts import Script
 from dlocks.exceptions import LockBackendError
 from dlocks.runtime.process import each_in_child
-from dlocks.values import Claim
+from dlocks.values import Claim, new_owner
 
 # redis-py's own base class does not include the errors of a cluster.
 TROUBLE = (redis.RedisError, redis.exceptions.RedisClusterException, OSError)
@@ -60,23 +61,21 @@ class Requests:
         self,
         script: Script,
         calls: Sequence[tuple[Claim, tuple[Any, ...]]],
-        sent: list[Any] | None = None,
     ) -> list[Any]:
         """Run a script for each claim and its arguments, and return the replies.
 
         This takes one round trip, except on a cluster. If some calls fail, their errors
-        are in the result. If all fail, the first error is raised. Each request of the
-        first call is appended to ``sent``.
+        are in the result. If all fail, the first error is raised.
         """
         words = [self._words(*call) for call in calls]
 
         def run(client: Any) -> list[Any]:
             if isinstance(client, redis.RedisCluster):
-                return _evaluate_each(client, script, words, sent)
+                return _evaluate_each(client, script, words)
             first: Any
             try:
                 # The first call makes sure that the script is loaded.
-                first = _evaluate(client, script, words[0], sent)
+                first = _evaluate(client, script, words[0])
             except redis.ResponseError as error:
                 first = error
             if not words[1:]:
@@ -84,7 +83,9 @@ class Requests:
             with client.pipeline(transaction=False) as pipeline:
                 for these in words[1:]:
                     pipeline.evalsha(script.sha, *these)
-                return [first, *pipeline.execute(raise_on_error=False)]
+                answers = pipeline.execute(raise_on_error=False)
+            replies = map(partial(_reply, client), words[1:], answers)
+            return [first, *replies]
 
         answers = list(self.request(run)) if words else []
         if answers and all(isinstance(answer, Exception) for answer in answers):
@@ -94,7 +95,9 @@ class Requests:
     def _words(self, claim: Claim, arguments: Sequence[Any]) -> tuple[Any, ...]:
         name = name_of(claim.key)
         names = name, f"{name}:last", f"{name}:line", f"{name}:claims", f"{name}:gone"
-        return len(names), *names, *self._constants, claim.owner, *arguments
+        # It identifies the call, which may be sent more than once.
+        call = new_owner()
+        return len(names), *names, *self._constants, claim.owner, *arguments, call
 
     @sensitive_variables()
     def request(self, work: Callable[[Any], Any]) -> Any:
@@ -187,18 +190,32 @@ def milliseconds(value: float) -> int:
     return max(1, math.ceil(value * 1000))
 
 
-def _evaluate(
-    client: Any, script: Script, words: Sequence[Any], sent: list[Any] | None
-) -> Any:
+def _reply(client: Any, words: Sequence[Any], answer: Any) -> Any:
+    """Return the reply to a call, or raise an error if it is that to another one.
+
+    An interrupt may leave a connection in the pool whose last reply was not read.
+    """
+    if isinstance(answer, Exception):
+        return answer
+    if isinstance(answer, list) and answer[:1] == [*words[-1:]]:
+        return answer[1] if answer[1:] else None
+    is_cluster = isinstance(client, redis.RedisCluster)
+    for one in client.get_nodes() if is_cluster else ():
+        if one.redis_connection is not None:
+            one.redis_connection.connection_pool.disconnect(inuse_connections=False)
+    if not is_cluster:
+        client.connection_pool.disconnect(inuse_connections=False)
+    raise redis.ConnectionError("A connection had the reply to an earlier request.")
+
+
+def _evaluate(client: Any, script: Script, words: Sequence[Any]) -> Any:
     tries = CLUSTER_TRIES if isinstance(client, redis.RedisCluster) else 0
     while True:
-        if sent is not None:
-            sent.append(script)
         try:
-            return client.evalsha(script.sha, *words)
+            return _reply(client, words, client.evalsha(script.sha, *words))
         except redis.exceptions.NoScriptError:
             # EVAL also loads the script.
-            return client.eval(script.text, *words)
+            return _reply(client, words, client.eval(script.text, *words))
         except redis.RedisCluster.ERRORS_ALLOW_RETRY:
             if not tries:
                 raise
@@ -209,7 +226,6 @@ def _evaluate_each(
     client: Any,
     script: Script,
     words: Sequence[Sequence[Any]],
-    sent: list[Any] | None,
 ) -> list[Any]:
     """Run a script for each call on its node of a cluster, and return all errors."""
     answers: list[Any] = []
@@ -219,7 +235,7 @@ def _evaluate_each(
         node = None
         try:
             node = client.get_node_from_key(these[1])
-            answers.append(silent.get(node) or _evaluate(client, script, these, sent))
+            answers.append(silent.get(node) or _evaluate(client, script, these))
         except TROUBLE as error:
             uncovered = isinstance(error, redis.exceptions.SlotNotCoveredError)
             if node is not None and isinstance(error, SILENT) and not uncovered:

@@ -1,7 +1,8 @@
 """The Lua scripts that run inside Redis, one for each step on a key.
 
 A step is one script because other commands could run between two commands. The scripts
-are files in ``lua``, and begin with ``common.lua``.
+are files in ``lua``, and begin with ``common.lua``. The last argument identifies the
+call.
 
 A key has five names in Redis, all in one slot:
 
@@ -11,8 +12,8 @@ A key has five names in Redis, all in one slot:
 * ``:line``: the owners of the queued claims, by position;
 * ``:claims``: for each queued claim the data that a grant needs, and when its heartbeat
   expires;
-* ``:gone``: the claims that were cancelled before they were granted, and when. A
-  delayed request of such a claim has no effect.
+* ``:gone``: the claims that were released or cancelled, the calls that released them,
+  and when. A delayed request of such a claim has no effect.
 """
 
 from __future__ import annotations
@@ -40,8 +41,11 @@ class Script:
 
     def __init__(self, name: str) -> None:
         parts = [f"local {name} = {value}\n" for name, value in CONSTANTS.items()]
-        parts += [(_FOLDER / f"{one}.lua").read_text() for one in ("common", name)]
-        self.text = "".join(parts)
+        files = [_FOLDER / f"{one}.lua" for one in ("common", name)]
+        common, step = [file.read_text() for file in files]
+        # Each reply begins with its call.
+        step = f"local function step()\n{step}end\nreturn {{call, step()}}\n"
+        self.text = "".join([*parts, common, step])
         self.sha = hashlib.sha1(self.text.encode()).hexdigest()  # noqa: S324
 
 

@@ -178,6 +178,69 @@ def test_a_late_request_of_a_cancelled_claim_is_ignored(backend):
     assert backend.acquire(claim())
 
 
+def test_a_late_request_of_a_released_claim_is_ignored(backend):
+    """No caller would renew or release what it acquires."""
+    late = claim()
+    assert backend.acquire(late)
+    assert backend.release(late)
+    assert backend.acquire(late) is None
+    other = claim()
+    assert backend.acquire(other)
+    backend.enqueue(late)
+    assert backend.waiting("key") == 0
+    assert backend.release(other)
+
+
+def test_a_key_lost_before_a_repeated_release_is_lost(
+    server, aliases, backend, monkeypatch
+):
+    """The first request has not arrived, and the second one finds another holder."""
+    aliases(redis=alias(server))
+    hold = db_lock("stock:7", using="redis").acquire()
+    with server.client() as client:
+        client.delete("dlocks:{stock:7}")
+    assert backend.acquire(claim("stock:7"))
+    send, cut = redis.Connection.send_packed_command, []
+
+    def send_later(connection, *arguments, **options):
+        if not cut:
+            cut.append(connection)
+            connection.disconnect()
+            raise redis.ConnectionError("cut")
+        return send(connection, *arguments, **options)
+
+    monkeypatch.setattr(redis.Connection, "send_packed_command", send_later)
+    with pytest.raises(LockLost):
+        hold.release()
+    assert cut
+
+
+def test_an_interrupted_request_leaves_its_reply_to_no_other(
+    server, backend, monkeypatch, threads
+):
+    """A signal strikes before the reply is read, and the connection is used again."""
+    assert backend.acquire(claim("taken"))
+    proxy = Proxy(server.port)
+    mine = RedisBackend("redis", url=redis_url(proxy.port, PASSWORD))
+    mine.waiting("key")
+
+    def interrupt(*arguments, **options):
+        raise KeyboardInterrupt
+
+    proxy.late.set()
+    with monkeypatch.context() as patched:
+        patched.setattr(redis.Connection, "read_response", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            mine.acquire(claim("free"))
+    trying = threads(lambda: mine.acquire(claim("taken")))
+    trying.join(0.5)
+    assert trying.is_alive()
+    proxy.late.clear()
+    trying.join(30)
+    assert trying.results == [None]
+    proxy.close()
+
+
 def test_different_redis_servers_have_different_identities():
     """Otherwise a hold in one Redis would count as a hold in the other."""
     for options in [

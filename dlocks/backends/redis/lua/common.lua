@@ -2,6 +2,7 @@
 -- arguments and in claims are in milliseconds, except settle, which is in seconds.
 local lock, last, line, claims, gone = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local grace, settle, me = tonumber(ARGV[1]), tonumber(ARGV[2]), ARGV[3]
+local call = ARGV[#ARGV]
 local time = redis.call('TIME')
 local now = time[1] * 1000000 + time[2]
 
