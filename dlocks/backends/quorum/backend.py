@@ -155,6 +155,9 @@ class QuorumBackend(Backend):
         if not mine:
             return {}
         sent = clock.now()
+        for claim, term in mine:
+            # A member may have a shorter ttl even if it does not reply.
+            term.ends = min(term.ends, sent + claim.ttl)
         # Members return the time left by the owner of a term.
         answers = self._ask(
             lambda member: member.backend.renew(

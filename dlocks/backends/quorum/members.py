@@ -58,21 +58,30 @@ class Member:
                 with suppress(Empty):
                     self._jobs.get_nowait()
                     self._open -= 1
-            if self._open >= self._threads and self._threads < THREADS:
-                threading.Thread(
-                    target=self._loop, name=f"dlocks-quorum-{self.alias}", daemon=True
-                ).start()
-                self._threads += 1
+            # No thread can start any more when Python is about to exit.
+            with suppress(RuntimeError):
+                if self._open >= self._threads and self._threads < THREADS:
+                    threading.Thread(
+                        target=self._loop,
+                        name=f"dlocks-quorum-{self.alias}",
+                        daemon=True,
+                    ).start()
+                    self._threads += 1
             self._open += 1
-            self._jobs.put((future, lambda: question(self)))
+            is_served = self._threads > 0
+            if is_served:
+                self._jobs.put((future, lambda: question(self)))
+        if not is_served:
+            self._do(future, lambda: question(self))
         return future
 
     def _loop(self) -> None:
         use_private_connections()
         while (job := self._next()) is not None:
-            self._do(*job)
+            future, work = job
+            self._do(future, partial(request, work))
             # A reference kept during the pause would keep the caller's objects alive.
-            del job
+            del job, future, work
         self.backend.close()
 
     def _next(self) -> tuple[Future[Any], Callable[[], Any]] | None:
@@ -89,7 +98,7 @@ class Member:
         reply: Callable[[], None] | None = None
         if future.set_running_or_notify_cancel():
             try:
-                reply = partial(future.set_result, request(work))
+                reply = partial(future.set_result, work())
                 self.silent = False
             except BaseException as error:  # noqa: BLE001 (passed to the caller)
                 reply = partial(future.set_exception, error)

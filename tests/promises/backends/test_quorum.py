@@ -213,6 +213,18 @@ def test_renewals_restore_a_hold_on_members_that_lost_data(redlock):
     assert redlock.backend.acquire(claim())
 
 
+def test_a_shorter_lease_counts_although_no_majority_confirms_it(redlock):
+    """Two members have lost the hold, and one does not answer."""
+    mine = claim()
+    assert redlock.backend.acquire(mine)
+    for server in redlock.servers[:2]:
+        with server.client() as client:
+            client.flushall()
+    redlock.servers[4].crash()
+    left = redlock.backend.renew([dataclasses.replace(mine, ttl=2.0)])
+    assert 0 < left[mine.owner] <= 2.0
+
+
 def test_a_grant_slower_than_its_ttl_does_not_count(five, configured):
     configured("quorum")
     lock = db_lock("key", using="quorum", ttl=1.0, timeout=20)
@@ -296,6 +308,20 @@ def test_a_quorum_hold_lasts_no_longer_than_a_majority_grants(
     monkeypatch.setattr(ShortMemory, "answers", False)
     with db_lock("key", using="other", timeout=10):
         assert not hold.held
+
+
+def test_a_quorum_works_when_no_thread_can_start(monkeypatch):
+    """Some versions of Python start none in exit handlers, which release the holds."""
+    members = [MemoryBackend(name) for name in "abc"]
+    backend, mine = quorum_of(members), claim()
+
+    def refuse(thread):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert backend.acquire(mine)
+    assert backend.release(mine)
+    assert not any(member.holder("key") for member in members)
 
 
 class Ahead(MemoryBackend):
