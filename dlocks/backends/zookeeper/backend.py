@@ -186,7 +186,9 @@ class ZooKeeperBackend(Backend):
                     entry.ends_at = now + claim.ttl
                     self.claims.maintain_from(entry.ends_at)
         return {
-            claim.owner: min(entry.ends_at, self.ensemble.certain_until) - now
+            claim.owner: min(
+                entry.ends_at - now, self.ensemble.certain_until - now, claim.ttl
+            )
             for claim, entry in held
             if not (entry.gone or entry.leaving)
         }
@@ -218,7 +220,10 @@ class ZooKeeperBackend(Backend):
                 return False
             if rest_for and entry.token is not None and not entry.expired:
                 self.claims.rest(entry, rest_for)
-                return True
+        if entry.resting:
+            # Another client may have deleted its node.
+            self._check([entry])
+            return not entry.gone
         timeout = SOON if entry.token is None else None
         return self._release_entry(entry, timeout=timeout) and not entry.expired
 
@@ -293,9 +298,9 @@ class ZooKeeperBackend(Backend):
     def poll(
         self, claims: Sequence[Claim], *, heartbeat: bool = True
     ) -> Mapping[str, Ticket]:
-        entries = [
-            entry for claim in claims if (entry := self.claims.entries.get(claim.owner))
-        ]
+        found = map(self.claims.entries.get, [claim.owner for claim in claims])
+        # One without a ticket may have a node, which it finds when it queues again.
+        entries = [entry for entry in found if entry is not None and entry.ticket]
         self._update(entries)
         return {
             entry.claim.owner: self._ticket(entry)

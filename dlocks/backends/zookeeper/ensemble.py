@@ -189,9 +189,14 @@ class Ensemble:
         """End the session, and with it all of its nodes."""
         end(self.detach())
 
-    def detach(self) -> KazooClient | None:
-        """Forget the session, and return its client."""
+    def detach(self, client: KazooClient | None = None) -> KazooClient | None:
+        """Forget the session, and return its client.
+
+        Return None if another thread has replaced ``client``.
+        """
         with self._mutex:
+            if client not in (None, self._client):
+                return None
             client, self._client = self._client, None
             self._end_session()
             return client
@@ -209,13 +214,10 @@ class Ensemble:
                 live = self._live
             if live.wait(min(until - clock.real_now(), 0.1)):
                 return client
-            state, late = client.client_state, clock.real_now() >= until
-            if state == KeeperState.AUTH_FAILED:
-                self.close()
-                raise LockBackendError(f"{self} rejects the credentials in 'auth'.")
-            if late and state == KeeperState.CLOSED:
+            late = clock.real_now() >= until
+            if late and client.client_state == KeeperState.CLOSED:
                 # Its thread has failed.
-                self.close()
+                end(self.detach(client))
             if late:
                 raise self._unanswered(None) from errors.ConnectionLoss()
 
@@ -232,7 +234,9 @@ class Ensemble:
 
     def _start(self) -> KazooClient:
         client = self._make()
-        client.add_listener(lambda state: self._on_state(client, state))
+        # A finalizer that strikes in kazoo's own thread, perhaps while the tables are
+        # half changed, is refused.
+        client.add_listener(lambda state: request(self._on_state, client, state))
         self._live = client.start_async()
         # kazoo would end its threads before the keeper releases the holds.
         atexit.unregister(client.handler.stop)
@@ -240,16 +244,14 @@ class Ensemble:
         return client
 
     def _on_state(self, client: KazooClient, state: str) -> None:
-        # In kazoo's own thread. SUSPENDED says nothing about the session.
+        # SUSPENDED says nothing about the session.
         client.handler.on_state(state)
         if state == KazooState.LOST:
             with self._mutex:
                 if client is not self._client:
                     return
                 self._end_session()
-            # A finalizer that strikes here finds the tables half changed, so its
-            # requests are refused.
-            request(self.on_lost)
+            self.on_lost()
 
     def _unanswered(self, error: BaseException | None) -> LockBackendError:
         return LockBackendError(f"{self} did not answer: {_said(error)}.")

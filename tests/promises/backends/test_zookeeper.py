@@ -368,6 +368,17 @@ def test_deleting_the_node_of_a_hold_ends_it(person, root, nodes, until):
         until(lambda: not hold.held)
 
 
+def test_a_kept_key_that_was_cleared_is_lost(process, backend):
+    """Another caller may have had it since."""
+    hold = lock(min_hold=60).acquire()
+    assert backend.clear("key", hold.token)
+    other = claim()
+    assert backend.acquire(other)
+    with pytest.raises(LockLost):
+        hold.release()
+    assert backend.release(other)
+
+
 def test_no_shared_hold_is_granted_beside_a_removed_hold(
     server, backend, person, root, nodes
 ):

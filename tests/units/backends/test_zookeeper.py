@@ -20,6 +20,7 @@ from tests.internals import (
     clock,
     disconnect,
     tickets,
+    waiters_of,
     zookeeper,
 )
 from tests.promises.backends.others import at, claim, client_of
@@ -120,6 +121,53 @@ async def test_waiters_queue_again_when_their_session_ends(
     await hold.arelease()
     assert await thread
     assert nodes() == []
+
+
+def test_a_waiter_that_queues_again_without_a_reply_is_granted(
+    server, backend, root, until, threads, monkeypatch
+):
+    """It finds its node, instead of waiting behind it."""
+    other = ZooKeeperBackend("other", hosts=at(server.port), root=root)
+    holder, lost, send = claim(), [], backend.ensemble.send
+    assert other.acquire(holder)
+    waiting = threads(lambda: lock(timeout=30).acquire().release())
+    queued = waiters_of(backend)._waiters
+    until(lambda: any(one.is_queued for one in list(queued.values())))
+
+    def send_without_reply(*requests, **options):
+        began, answers = clock.real_now(), send(*requests, **options)
+        if requests[0][0] == "create" and not lost:
+            until(lambda: clock.real_now() > began + zookeeper.SOON)
+            lost.append(answers)
+            raise backend.ensemble._unanswered(None) from ConnectionLoss()
+        return answers
+
+    monkeypatch.setattr(zookeeper, "SOON", 0.5)
+    monkeypatch.setattr(backend.ensemble, "send", send_without_reply)
+    end_session(backend, server)
+    until(lambda: lost)
+    until(lambda: any(one.ticket for one in list(backend.claims.entries.values())))
+    assert other.release(holder)
+    waiting.join(10)
+    assert not waiting.is_alive()
+
+
+def test_a_failed_client_does_not_end_the_next_session(backend, monkeypatch):
+    """Several threads notice that a client has failed, and one replaces it."""
+    with lock() as hold:
+        ensemble = backend.ensemble
+        client, live = ensemble._client, ensemble._live
+        failed = ensemble._make()
+
+        class Replaced:
+            def wait(self, seconds):
+                ensemble._client, ensemble._live = client, live
+
+        ensemble._client, ensemble._live = failed, Replaced()
+        with pytest.raises(LockBackendError):
+            ensemble.ask(("exists", "/"), timeout=0.0)
+        assert ensemble._client is client
+        hold.check()
 
 
 # Servers that do not reply.
@@ -247,6 +295,26 @@ def test_a_finalizer_in_a_thread_of_the_backend_is_refused(backend, monkeypatch,
     monkeypatch.setattr(backend.claims, "all", all_entries)
     with lock():
         until(lambda: answers)
+    assert "__del__" in answers[0]
+
+
+def test_a_finalizer_in_the_thread_of_kazoo_is_refused(
+    server, backend, monkeypatch, until
+):
+    """The garbage collector may call it while this thread notices a lost session."""
+    answers, end = [], backend.ensemble._end_session
+    strike = by_finalizer(noting(answers, lock("another", timeout=0).try_acquire))
+
+    def end_and_collect():
+        if not answers:
+            strike()
+        end()
+
+    with pytest.raises(LockLost), lock() as hold:
+        monkeypatch.setattr(backend.ensemble, "_end_session", end_and_collect)
+        end_session(backend, server)
+        until(lambda: answers)
+        until(lambda: not hold.held)
     assert "__del__" in answers[0]
 
 
