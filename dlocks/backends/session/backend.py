@@ -22,9 +22,11 @@ False).
 from __future__ import annotations
 
 import atexit
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 from django.core import checks
@@ -38,13 +40,15 @@ from dlocks.backends.notifiers import Notifier
 from dlocks.backends.session.claims import Claims, Entry
 from dlocks.backends.session.inspector import SessionInspector
 from dlocks.backends.session.queue import EngineQueue, Grants
-from dlocks.backends.session.session import Session, SessionDiedError
+from dlocks.backends.session.session import Session, SessionDiedError, side_by_side
 from dlocks.backends.session.sessions import Sessions
 from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
 from dlocks.runtime.process import each_in_child
 from dlocks.runtime.requests import request
 from dlocks.values import Claim, Grant, Holder, Ticket, seconds
+
+logger = logging.getLogger("dlocks")
 
 
 class SessionBackend(Backend):
@@ -158,29 +162,40 @@ class SessionBackend(Backend):
 
     def renew(self, claims: Sequence[Claim]) -> Mapping[str, float]:
         sent = clock.now()
-        held = [found for claim in claims if (found := self.claims.held(claim.owner))]
-        for claim in claims:
-            self._set_ttl(claim)
-        self.sessions.ping_all({session for _, session in held})
+        held = [
+            (claim, *found)
+            for claim in claims
+            if (found := self.claims.held(claim.owner))
+        ]
+        side_by_side(
+            partial(self._renew, session, claims)
+            for session in {session for *_, session in held}
+            if not session.is_silent
+        )
         left = {}
         with self.claims.mutex:
-            for entry, session in held:
+            for claim, entry, session in held:
                 # That of a silent session counts as not renewed. For a lost one, the
                 # keeper would ask who has the key, and wait for the answer.
                 is_over = entry.ends_at <= sent and not session.is_asking
                 if entry.gone or entry.expired or is_over:
                     continue
                 sure_for = self.claims.extend(entry, session) - sent
-                left[entry.claim.owner] = min(max(0.0, sure_for), entry.claim.ttl)
+                left[claim.owner] = min(max(0.0, sure_for), claim.ttl)
                 self.claims.maintain_from(entry.ends_at)
         return left
 
-    def _set_ttl(self, claim: Claim) -> None:
-        """Give a held claim another ttl, if it has one."""
-        held = self.claims.held(claim.owner)
-        if held is None or held[0].claim.ttl == claim.ttl:
-            return
-        entry, session = held
+    def _renew(self, session: Session, claims: Sequence[Claim]) -> None:
+        for claim in claims:
+            held = self.claims.held(claim.owner)
+            if held and held[1] is session and held[0].claim.ttl != claim.ttl:
+                self._set_ttl(claim, *held)
+        # A request that is under way is as good as a ping.
+        if not session.is_asking:
+            self.sessions.ping(session)
+
+    def _set_ttl(self, claim: Claim, entry: Entry, session: Session) -> None:
+        """Give a held claim another ttl."""
         try:
             with session.mutex:
                 session.allow_idle(claim.ttl + self.grace)
@@ -190,6 +205,9 @@ class SessionBackend(Backend):
                 self.sessions.limit_idle(session)
         except SessionDiedError as error:
             self.sessions.close(session, error)
+        except LockBackendError as error:
+            # The next renewal tries again.
+            logger.warning("%s", error)
 
     def verify(self, claims: Sequence[Claim], count: int | None = None) -> bool:
         claim = claims[0]
@@ -199,13 +217,8 @@ class SessionBackend(Backend):
         if count is None or (held := self.claims.held(claim.owner)) is None:
             return False
         entry, session = held
-        try:
-            session.ping()
-        except SessionDiedError as error:
-            self.sessions.close(session, error)
-            return False
         entry.count = count
-        return True
+        return self.sessions.is_alive(session)
 
     def release(
         self, claim: Claim, *, failed: bool = False, rest_for: float = 0.0
@@ -223,7 +236,11 @@ class SessionBackend(Backend):
                 # From here on, no other thread may request the key for it.
                 entry.leaving = True
         self.queue.wait_without(claim)
-        return entry.resting or (self.queue.release(entry) and not entry.expired)
+        if entry.resting:
+            # Its session may have ended, and another caller may have had the key since.
+            session = entry.session
+            return session is not None and self.sessions.is_alive(session)
+        return self.queue.release(entry) and not entry.expired
 
     def enqueue(
         self, claim: Claim, channel: str = "", position: int | None = None
@@ -319,28 +336,37 @@ class SessionBackend(Backend):
                     *map(self._ping_at, sessions),
                 ]
             )
-            over = list(one for one in entries if self._ends_at(one) <= now)
-            for entry in over:
+            for entry in list(one for one in entries if self._ends_at(one) <= now):
                 entry.expired = True
-            over += list(one for one in entries if self._is_left(one))
-            silent = list(one for one in sessions if self._ping_at(one) <= now)
-        for entry in over:
-            self._end(entry)
-        self.sessions.ping_all(silent)
+            over = list(one for one in entries if self._is_over(one))
+            quiet = list(one for one in sessions if self._ping_at(one) <= now)
+        side_by_side(
+            [
+                *(partial(self._end, entry) for entry in over),
+                *(partial(self.sessions.ping, session) for session in quiet),
+            ]
+        )
         for session in sessions:
             self.sessions.close_if_idle(session, self.linger)
         return claims.maintains_at - clock.now()
 
     def _ends_at(self, entry: Entry) -> float:
-        if entry.waiting or entry.gone:
+        if entry.waiting or entry.expired or entry.gone:
             return math.inf
         return entry.ends_at + (0 if entry.resting else self.grace)
 
     @staticmethod
-    def _is_left(entry: Entry) -> bool:
-        """Return whether a claim is being released, or that was interrupted."""
-        waits = entry.waiting and entry.session is not None and entry.session.is_asking
-        return entry.leaving and not entry.gone and not waits
+    def _is_over(entry: Entry) -> bool:
+        """Return whether to end a claim that has expired, or is being released.
+
+        Its release may have been interrupted. A silent session must not keep this
+        thread from the others.
+        """
+        session = entry.session
+        waits = session is not None and (
+            session.is_silent or (entry.waiting and session.is_asking)
+        )
+        return (entry.expired or entry.leaving) and not entry.gone and not waits
 
     def _ping_at(self, session: Session) -> float:
         """Return when to ping a session whose holds are not renewed."""

@@ -97,10 +97,16 @@ class PostgreSQLSession(Session):
         ),
     }
 
-    def options(self) -> dict[str, int]:
+    def options(self) -> dict[str, Any]:
         # A request must not wait for hours for a host that has vanished.
         seconds = math.ceil(self.idle)
-        return {"keepalives_idle": seconds, "tcp_user_timeout": seconds * 1000}
+        return {
+            "keepalives_idle": seconds,
+            "tcp_user_timeout": seconds * 1000,
+            # The number of times before psycopg prepares a statement. A pooler might
+            # leave what this session prepares to the next client.
+            "prepare_threshold": None if self.pooled else 5,
+        }
 
     def identify(self) -> None:
         raw = self.wrapper.connection
@@ -141,13 +147,12 @@ class PostgreSQLSession(Session):
     def first_row(self, sql: str, values: Any = None) -> Any:
         from psycopg import ClientCursor, Cursor
 
-        # Unlike Django's cursor, psycopg's own can prepare a statement. Only those that
-        # are repeated have named values.
+        # Unlike Django's cursor, psycopg's own prepares a statement that is repeated.
         with self.wrapper.wrap_database_errors:
             connection = self.wrapper.connection
             if "DO $$" not in sql:
                 cursor = Cursor(connection)
-                cursor.execute(sql, values, prepare=isinstance(values, dict))
+                cursor.execute(sql, values)
                 return cursor.fetchone() if cursor.description else ()
             # The server takes no parameters here. The third statement has a row.
             values = {**values, "slice": round(self.slice * 1000)}

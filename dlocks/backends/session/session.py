@@ -6,8 +6,9 @@ import math
 import os
 import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, ClassVar
 
 from django.core.exceptions import ImproperlyConfigured
@@ -17,6 +18,7 @@ from django.db.utils import Error
 from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
 from dlocks.runtime.pools import unpooled
+from dlocks.runtime.requests import request
 from dlocks.runtime.threads import Latch
 
 # Bounds in seconds for a statement that waits, on PostgreSQL. After it, a waiter queues
@@ -24,6 +26,9 @@ from dlocks.runtime.threads import Latch
 # first are thus at the head of the queue for longer.
 SHORTEST_SLICE = 2.0
 LONGEST_SLICE = 3.0
+
+# Seconds after which a reply is overdue. A later request learns of it.
+REPLY_TIMEOUT = 0.5
 
 # The first row of a reply.
 Row = Sequence[Any]
@@ -37,6 +42,31 @@ LONGEST_IDLE = 86400 * 20
 
 class SessionDiedError(Exception):
     """A session that has ended, and its locks with it."""
+
+
+def side_by_side(steps: Iterable[Callable[[], object]]) -> None:
+    """Call functions that send requests, and wait a moment for them.
+
+    The network may have lost one connection. The others must not wait for it.
+    """
+    threads = []
+    for step in steps:
+        thread = threading.Thread(
+            # A finalizer that strikes in it is refused.
+            target=partial(request, step),
+            name="dlocks-session",
+            daemon=True,
+        )
+        try:
+            thread.start()
+        except RuntimeError:
+            # Python is about to exit, and no thread can start any more.
+            step()
+        else:
+            threads.append(thread)
+    until = clock.real_now() + REPLY_TIMEOUT
+    for thread in threads:
+        thread.join(max(0.0, until - clock.real_now()))
 
 
 class Session:
@@ -79,10 +109,11 @@ class Session:
         self.idle = idle
         self.pooled = pooled
         self.mutex = threading.RLock()
-        self._closing = threading.Lock()
+        self._closing = threading.RLock()
         self.wrapper: Any = None
         self.dead = False
         self.is_asking = False
+        self.asked_at = -math.inf
         # Seconds for which the next statement waits.
         self.slice = SHORTEST_SLICE
         # Whether a request was interrupted before its reply was read, and the locks
@@ -116,7 +147,7 @@ class Session:
                     "A signal handler has interrupted a request on the same session."
                 )
             try:
-                self.is_asking = True
+                self.asked_at, self.is_asking = clock.now(), True
                 if self.wrapper is None and not self.dead:
                     self.connect()
                 self.refuse_if_dead()
@@ -220,6 +251,11 @@ class Session:
         """Raise SessionDiedError unless the server still has the session."""
         if (row := self.ask("ping")) is not None and row[0] != self.pid:
             raise SessionDiedError("a pooler has assigned it to another client")
+
+    @property
+    def is_silent(self) -> bool:
+        """Return whether a reply is overdue, perhaps that to a statement that waits."""
+        return self.is_asking and clock.now() > self.asked_at + REPLY_TIMEOUT
 
     # The connection.
 

@@ -6,9 +6,8 @@ import hashlib
 import json
 import logging
 import math
-import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -37,9 +36,6 @@ from dlocks.values import Claim, Holder, Waiter
 T = TypeVar("T")
 
 logger = logging.getLogger("dlocks")
-
-# Seconds for which a renewal waits for replies. A later one learns of a late reply.
-REPLY_TIMEOUT = 0.5
 
 SESSIONS = {"postgresql": PostgreSQLSession, "mysql": MySQLSession}
 
@@ -162,37 +158,20 @@ class Sessions:
             for granted, who, host, number, waited in json.loads(text or "[]")
         ]
 
-    def ping(self, session: Session) -> None:
+    def is_alive(self, session: Session) -> bool:
+        """Return whether the server still has a session, and close it if not."""
         try:
             session.ping()
         except SessionDiedError as error:
             self.close(session, error)
+            return False
+        return True
+
+    def ping(self, session: Session) -> None:
+        try:
+            self.is_alive(session)
         except LockBackendError as error:
             logger.warning("%s", error)
-
-    def ping_all(self, sessions: Collection[Session]) -> None:
-        """Ping sessions side by side, and wait a moment for their replies.
-
-        The network may have lost one connection. The others must not wait for it.
-        """
-        pings = []
-        for session in sessions:
-            if session.is_asking:
-                # A request that is under way is as good as a ping.
-                continue
-            ping = threading.Thread(
-                target=self.ping, args=[session], name="dlocks-ping", daemon=True
-            )
-            try:
-                ping.start()
-            except RuntimeError:
-                # Python is about to exit, and no thread can start any more.
-                self.ping(session)
-            else:
-                pings.append(ping)
-        until = clock.real_now() + REPLY_TIMEOUT
-        for ping in pings:
-            ping.join(max(0.0, until - clock.real_now()))
 
     # The requests of claims. A claim is marked before its request is sent. If that is
     # interrupted, the maintenance thread releases what the server may have granted.
@@ -253,17 +232,20 @@ class Sessions:
                 # A caller that cancels the claim marks it before it uses the session.
                 if entry.leaving or entry.session is not session:
                     return False
+                at = session.at.get(entry.name, ())
+                is_beside = any(one.claim.owner == claim.beside for one in at)
             waited = max(0.0, time.time() - entry.since)
             session.slice = min(SHORTEST_SLICE + waited / 8, LONGEST_SLICE)
-            if claim.shared:
-                statement += " shared"
-                if not self._claims.is_shared(entry, session):
-                    pass
-                elif claim.beside:
-                    # It passes all waiters. The server counts a second lock.
+            is_shared = self._claims.is_shared(entry, session)
+            if is_beside:
+                # The session's exclusive lock lets it pass all waiters. Before version
+                # 17, PostgreSQL refuses a try if there is one.
+                statement = "wait shared"
+                if is_shared:
+                    # The server counts a second lock.
                     session.doubted.add(entry.lock)
-                else:
-                    statement += " again"
+            elif claim.shared:
+                statement += " shared again" if is_shared else " shared"
             grant = partial(self._grant, entry, session)
             row = session.request(statement, entry.lock, comment, grant)
             if row is not None and (row[0] is not None or not waits):

@@ -357,6 +357,71 @@ def test_a_silent_connection_does_not_end_the_holds_on_others(
         other.release()
 
 
+@pytest.fixture
+def silent_main(proxy, elsewhere, threads, in_queue):
+    """Return a function that silences the connection of keys that were free.
+
+    The hold that it gets before that came from the queue, and has a connection of its
+    own.
+    """
+    over = threading.Event()
+
+    def silence(**policy):
+        elsewhere.start(jobs.hold, "stock:7", using="session")
+        elsewhere.hear()
+        threads(lambda: (in_queue(1), elsewhere.tell()))
+        hold = lock(**policy).acquire()
+        assert elsewhere.hear() == "released"
+        # This ttl is longer than that of the connection.
+        proxy.swallow(b"idle_session_timeout", over)
+        threads(lambda: lock("free", ttl=300.0, timeout=30).acquire().release())
+        assert proxy.swallowed.wait(10)
+        return hold
+
+    yield silence
+    over.set()
+
+
+@POSTGRESQL
+def test_a_bounded_hold_on_a_silent_connection_ends_no_other(silent_main, until):
+    """The server learns of each new ttl, and those of its last renewals shrink."""
+    began = time.monotonic()
+    bounded = lock("bounded", ttl=6.0, max_hold=9.0).acquire()
+    other = silent_main(ttl=2.0)
+    until(lambda: time.monotonic() + other.remaining > began + 7.0)
+    other.check()
+    other.release()
+    with contextlib.suppress(LockLost):
+        bounded.release()
+
+
+@POSTGRESQL
+def test_a_release_on_a_silent_connection_keeps_no_other_key(
+    silent_main, observer, threads, until
+):
+    mine = lock("mine").acquire()
+    other = silent_main(min_hold=3.0)
+
+    def release():
+        with contextlib.suppress(LockLost):
+            mine.release()
+
+    releasing = threads(release)
+    other.release()
+    until(lambda: observer.holder("stock:7") is None, 10.0)
+    assert releasing.is_alive()
+
+
+def test_a_kept_key_of_an_ended_session_is_lost(sessions, elsewhere, until):
+    """Another caller may have had it since."""
+    held = lock(min_hold=60).acquire()
+    for pid in sessions():
+        end_session(pid)
+    until(lambda: elsewhere.call(jobs.try_once, "stock:7", using="session"))
+    with pytest.raises(LockLost):
+        held.release()
+
+
 @override_settings(
     DLOCKS={
         "session": {

@@ -162,6 +162,27 @@ def test_a_writer_that_reads_many_times_ends_no_other_hold(elsewhere):
 
 
 @POSTGRESQL
+def test_a_writer_may_read_while_another_writer_waits(
+    shelf, elsewhere, threads, in_queue, until
+):
+    writing = shelf.write().acquire()
+    waiter = threads(lambda: shelf.write().acquire().release())
+    in_queue(1)
+    for _ in range(2):
+        reading = shelf.read().try_acquire()
+        assert reading is not None
+        reading.release()
+    reading = shelf.read().acquire()
+    writing.release()
+    # It passes nobody any more.
+    assert elsewhere.call(jobs.try_once, "stock:7", using="session") is None
+    reading.check()
+    assert not waiter.results
+    reading.release()
+    until(lambda: waiter.results)
+
+
+@POSTGRESQL
 def test_many_readers_that_waited_for_a_writer_read_together(shelf, threads):
     """They are more readers than the process has sessions for waiters."""
     number = 18

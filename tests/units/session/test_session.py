@@ -143,6 +143,15 @@ def test_a_refused_statement_does_not_affect_other_holds(refused, backend):
         ]
 
 
+@POSTGRESQL
+def test_repeated_statements_are_prepared(backend):
+    with lock() as held:
+        for _ in range(6):
+            held.check()
+        count = "SELECT count(*) FROM pg_prepared_statements"
+        assert backend.sessions.main.first_row(count)[0] >= 1
+
+
 # Leases that expire meanwhile.
 
 
