@@ -311,17 +311,13 @@ class Holders:
             if not contended and self._release_at_once(claim, status, rest_for):
                 return True
             # The key has waiters, or the claim has something else to release.
-            if not rest_for and self._hand_over(claim, status):
-                return True
+            if not (rest_for or self.store.deletes):
+                waiters = self.direct.hand_over(claim, status)
+                if waiters == 0:
+                    self.queue.contended.discard(claim.key)
+                if waiters is not None:
+                    return True
         return self._release_by_step(claim, status, rest_for)
-
-    def _hand_over(self, claim: Claim, status: str) -> bool:
-        if self.store.deletes:
-            return False
-        waiters = self.direct.hand_over(claim, status)
-        if waiters == 0:
-            self.queue.contended.discard(claim.key)
-        return waiters is not None
 
     @staticmethod
     def releasing(claim: Claim, status: str, rest_for: float) -> dict[str, Any]:

@@ -233,7 +233,7 @@ def test_a_claim_cancelled_just_before_its_grant_is_skipped(
 
     hold = db_lock("stock:7").acquire()
     assert backend.enqueue(mine).position
-    monkeypatch.setattr(backend.holders, "_hand_over", lambda *args: False)
+    monkeypatch.setattr(backend.holders.direct, "hand_over", lambda *args: None)
     monkeypatch.setattr(backend.store, "_lock", leaves)
     hold.release()
     monkeypatch.undo()
