@@ -238,7 +238,8 @@ def _make_room(
     if state.expires_in(at) > 0 or (claim.fair and state.live(at)):
         return state, None
     if not state.is_held:
-        return rules.tidy(state, at)[0], False
+        state = rules.tidy(state, at)[0]
+        return state, None if state.shares else False
     if not claim.takeover:
         raise LockStale(key=claim.key, holder=rules.holder(state, claim.key, at))
     return rules.clear(state, state.version, at)[0], True

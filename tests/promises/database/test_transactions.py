@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from django.db import DatabaseError, IntegrityError, connection, transaction
 from django.test import Client, TestCase, override_settings
+from django.test.utils import CaptureQueriesContext
 
 from dlocks import (
     LockBackendError,
@@ -281,6 +282,15 @@ def test_the_timeout_limits_the_wait_for_a_transaction(using, workers):
     holder.hear()
     assert took >= 0.3
     in_time(took, 5)
+
+
+@TWO_SERVERS
+def test_a_transaction_asks_once_for_a_key_that_others_read(in_other_thread):
+    in_other_thread(db_rwlock("stock:7").read().acquire)
+    with transaction.atomic(), CaptureQueriesContext(connection) as queries:
+        assert db_lock("stock:7").try_acquire() is None
+    asked = [one["sql"] for one in queries if "UPDATE" in one["sql"]]
+    assert len(asked) == 1
 
 
 @TWO_SERVERS
