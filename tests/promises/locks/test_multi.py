@@ -521,3 +521,13 @@ def test_overlapping_keys_in_any_order_never_deadlock(case, workers, tmp_path):
         assert value == sum(mine.get(key, 0) for mine in added)
         assert value == 0 or last > 0
     assert not LockClaim.objects.exists()
+
+
+def test_a_killed_holder_of_several_keys_frees_all_after_its_ttl(doomed):
+    victim = doomed()
+    victim.call(jobs.acquire, "a", "b", "c", ttl=1.0)
+    assert db_lock("b", "c").try_acquire() is None
+    victim.kill()
+    with db_lock("c", "a", "b", timeout=20) as hold:
+        assert hold.held
+    in_time(time.monotonic() - victim.killed_at, 5.0)
