@@ -85,6 +85,10 @@ def check_settings(**kwargs: Any) -> Messages:
             found = backends[alias].check()
         except ImproperlyConfigured as error:
             found = [_incorrect(error)]
+        if len(aliases) > 1 and alias not in getattr(settings, "DLOCKS", {}):
+            # A project may only use the aliases that it has set. Its default database
+            # may then be of another engine, or none.
+            found = [message for message in found if message.id != "dlocks.E004"]
         # Several aliases may share a database. Its settings are reported once.
         messages += [message for message in found if message not in messages]
     return messages

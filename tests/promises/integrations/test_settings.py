@@ -186,6 +186,18 @@ def test_a_database_that_does_not_exist_is_an_error():
                 db_lock("stock:7", using="reports").acquire()
 
 
+def test_another_engine_is_an_error_unless_the_alias_is_not_set(monkeypatch):
+    """A project with such a database may have its locks elsewhere."""
+    monkeypatch.setattr(connection, "vendor", "oracle")
+    for settings, found in (
+        ({}, {"dlocks.E004"}),
+        ({"default": {}, "jobs": MEMORY}, {"dlocks.E004"}),
+        ({"jobs": MEMORY}, set()),
+    ):
+        with override_settings(DLOCKS=settings):
+            assert ids(check_settings()) == found, settings
+
+
 @pytest.mark.engine("sqlite")
 def test_deferred_sqlite_transactions_cause_a_warning(monkeypatch):
     """So does an in-memory database."""
