@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from functools import partial
 from inspect import CO_ASYNC_GENERATOR, CO_GENERATOR
+from operator import attrgetter
 from types import CodeType, FrameType
 from typing import Any, NamedTuple, TypeVar
 
@@ -182,7 +183,7 @@ def remove(entry: Entry) -> None:
 def _forget_released(own: OfCaller, key: str) -> None:
     """Forget the acquired holds of locks with a key that were left since."""
     acquired = own.acquired[key]
-    rest = list(filter(_is_open, acquired))
+    rest = list(filter(attrgetter("is_open"), acquired))
     own.count -= len(acquired) - len(rest)
     own.acquired[key] = rest
     if not rest:
@@ -215,10 +216,6 @@ def _forget_lost_of(own: OfCaller, place: Place, acquired: list[Acquired]) -> No
     acquired[:] = rest
 
 
-def _is_open(acquired: Acquired) -> bool:
-    return acquired.is_open
-
-
 def _add_caller(caller: Caller) -> OfCaller:
     global _clean_at
     if len(_by_caller) >= _clean_at:
@@ -231,7 +228,7 @@ def _add_caller(caller: Caller) -> OfCaller:
 
 def _forget_ended(caller: Any) -> None:
     """Forget the entries of ended holds, if their caller does nothing any more."""
-    if is_done(caller) or has_ended(caller):
+    if is_done(caller):
         _clean_up(_by_caller[caller])
         if not (_by_caller[caller].entries or _by_caller[caller].acquired):
             del _by_caller[caller]
@@ -346,8 +343,8 @@ def has_ended(caller: Any) -> bool:
 
 
 def is_done(caller: Any) -> bool:
-    """Return whether a caller does nothing any more: its task is done."""
-    return caller.done() if hasattr(caller, "get_loop") else has_ended(caller)
+    """Return whether a caller has ended, or is a task that is done."""
+    return has_ended(caller) or (hasattr(caller, "get_loop") and caller.done())
 
 
 # Blocks: ``with lock`` and ``with hold``.
@@ -447,7 +444,7 @@ _tasks: ContextVar[frozenset[weakref.ref[Any]]] = ContextVar(
 
 def record_context(task: Any) -> None:
     """Record that this context, and those that are copied from it, are of a task."""
-    running = [one for one in _tasks.get() if (other := one()) and not other.done()]
+    running = [one for one in _tasks.get() if (other := one()) and not is_done(other)]
     _tasks.set(frozenset([*running, weakref.ref(task)]))
 
 
@@ -457,7 +454,7 @@ def acts_for(caller: Any) -> bool:
     The calls of a task run in any thread, as by ``sync_to_async()``, and in tasks that
     it starts, as by ``asyncio.wait_for()``. Both have a copy of its context.
     """
-    if is_done(caller) or has_ended(caller):
+    if is_done(caller):
         return True
     return caller is threading.current_thread() or weakref.ref(caller) in _tasks.get()
 

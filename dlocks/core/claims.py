@@ -11,6 +11,7 @@ from dlocks.core.callers import Caller, Place
 from dlocks.core.holder import holder_name, noted, own_ip
 from dlocks.core.holding import Holding
 from dlocks.core.policy import FromSettings, LockPolicy
+from dlocks.core.settlement import pins_here
 from dlocks.runtime.clock import FOREVER
 from dlocks.runtime.connected import connection_of
 from dlocks.transactions import TransactionMarker, warn_of_old_snapshots
@@ -139,7 +140,7 @@ def claim_for(
             raise ValueError(text)
         raise RuntimeError(text)
     if claim.scope == "lease":
-        if is_kept or (other is not None and _is_pinned_here(other)):
+        if is_kept or (other is not None and pins_here(other)):
             raise RuntimeError(
                 f"{lock.key!r} is kept by the transaction of this thread until it"
                 " ends. A lease or a shared hold would have to wait for that. Acquire"
@@ -147,12 +148,6 @@ def claim_for(
             )
         warn_of_old_snapshots(lock.key)
     return claim
-
-
-def _is_pinned_here(hold: Holding) -> bool:
-    """Return whether a transaction of this thread has locked the row of a hold."""
-    pins: Any = hold.life.state.pins
-    return any(pin.stands and not pin.is_elsewhere for pin in pins)
 
 
 def _other_hold(caller: Caller, place: Place) -> Holding | None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
+from dlocks.core.settlement import pins_here
 from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
 from dlocks.runtime.clock import FOREVER
@@ -40,11 +41,10 @@ def verify(hold: Any, count: int) -> bool:
 
 
 def _ask(hold: Any, count: int) -> bool:
-    for pin in hold.life.state.pins:
-        if pin.stands and not pin.is_elsewhere:
-            # Only this transaction can check the row, which it has locked.
-            late = replace(hold.next_claim(), late=True)
-            return bool(request(hold.backend.pin, late, pin.alias))
+    for pin in pins_here(hold):
+        # Only this transaction can check the row, which it has locked.
+        late = replace(hold.next_claim(), late=True)
+        return bool(request(hold.backend.pin, late, pin.alias))
     if _is_locked_elsewhere(hold):
         return True
     sent = clock.now()

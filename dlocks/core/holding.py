@@ -269,10 +269,7 @@ class Holding:
         See ``Life.begin_block()``.
         """
         before = self.life.state.entries
-        others = [one.caller for one in before]
-        ended = [
-            one for one in others if callers.is_done(one) or callers.has_ended(one)
-        ]
+        ended = [one.caller for one in before if callers.is_done(one.caller)]
         entry = self.life.begin_block(new_entry, ended, preferred, chosen)
         if entry is new_entry:
             callers.add(entry)

@@ -159,7 +159,7 @@ class Lease:
 
     def record_failure(self, sent: float, seconds: float) -> None:
         """Record a renewal that has no reply. It may end a longer lease early."""
-        if sent < self.changed_at:
+        if self.changed_at > sent:
             self.record_answer(sent, seconds)
 
     def put_off_renewal(self, why: BaseException | str) -> None:

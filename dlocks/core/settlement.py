@@ -42,6 +42,12 @@ def _leaves_at_exit(entry: Entry) -> bool:
     return bool(entry.lock.release_at == "exit")
 
 
+def pins_here(hold: Any) -> list[TransactionMarker]:
+    """Return the transactions of this thread that have locked the row of a hold."""
+    pins = hold.life.state.pins
+    return [pin for pin in pins if pin.stands and not pin.is_elsewhere]
+
+
 def is_undone(hold: Any) -> bool:
     """Return whether work under a hold is about to be rolled back.
 
@@ -49,10 +55,7 @@ def is_undone(hold: Any) -> bool:
     """
     if hold.scope == "transaction":
         return bool(hold.connection.needs_rollback)
-    return any(
-        pin.stands and not pin.is_elsewhere and pin.is_undone
-        for pin in hold.life.state.pins
-    )
+    return any(pin.is_undone for pin in pins_here(hold))
 
 
 class Settlement:

@@ -449,14 +449,6 @@ class Keeper:
 
     # Forks.
 
-    @property
-    def _connected(self) -> list[Any]:
-        return [
-            connection
-            for worker in list(self._workers.by_server.values())
-            for connection in worker.connected
-        ]
-
     def _forked(self) -> None:
         # The child's only thread may have belonged to the keeper of the parent.
         this_thread.is_keepers = False

@@ -52,7 +52,7 @@ def test_many_records_are_written_in_one_statement(monkeypatch, until):
     with db_lock("stock:30", using="recorded"):
         pass
     until(HoldRecord.objects.filter(key_resource="stock:30").exists)
-    until(lambda: not keeper._connected)
+    until(lambda: not any(one.connected for one in keeper._workers.by_server.values()))
 
 
 class Down:

@@ -24,7 +24,7 @@ def test_the_keeper_closes_its_connection_when_unused(until):
 
     with db_lock("stock:7", using="brisk"):
         until(lambda: keeper.run(opened, backends["brisk"]) == ["default"])
-    until(lambda: not keeper._connected)
+    until(lambda: not any(one.connected for one in keeper._workers.by_server.values()))
 
 
 def test_an_interrupt_while_the_keeper_starts_leaves_one_keeper(monkeypatch):
