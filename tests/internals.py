@@ -111,7 +111,8 @@ def disconnect(backend: Any) -> None:
                 claims.forget(entry)
     if hasattr(backend, "ensemble"):
         claims.orphans.clear()
-        backend.ensemble.close()
+        end = import_module("dlocks.backends.zookeeper.ensemble").end
+        end(backend.ensemble.detach())
         return
     for session in backend.sessions.all():
         backend.sessions.close(session)

@@ -13,6 +13,7 @@ from typing import Generic, TypeVar
 from dlocks.backends.base import Backend
 from dlocks.backends.notifiers import RecentKeys
 from dlocks.runtime import clock
+from dlocks.runtime.requests import request
 from dlocks.runtime.threads import (
     BackgroundThread,
     Flag,
@@ -64,10 +65,11 @@ E = TypeVar("E", bound=LocalEntry)
 class LocalClaims(Generic[E]):
     """The tables of these claims, the mutex that guards them, and their maintenance.
 
-    The thread that ``maintain_from()`` starts calls ``maintain``.
+    The thread that ``maintain_from()`` starts calls ``maintain``, which returns the
+    seconds until the next pass, or None at the end.
     """
 
-    def __init__(self, thread: str, maintain: Callable[[], None]) -> None:
+    def __init__(self, thread: str, maintain: Callable[[], float | None]) -> None:
         self.mutex = new_mutex()
         # Wakes the maintenance thread.
         self.wakeup = Flag()
@@ -76,8 +78,15 @@ class LocalClaims(Generic[E]):
         self.resting: set[E] = set()
         # Keys that another claim held at the last attempt.
         self.contended = RecentKeys()
-        self.maintainer = BackgroundThread(thread, maintain)
+        self._maintain = maintain
+        self.maintainer = BackgroundThread(thread, self._maintain_on)
         self.maintains_at = 0.0
+
+    def _maintain_on(self) -> None:
+        # No reference of a pass keeps an object alive in the pause. A finalizer that
+        # strikes in a pass finds the tables half changed, so its requests are refused.
+        while (pause := request(self._maintain)) is not None:
+            self.wakeup.wait(pause)
 
     # The caller of these methods holds the mutex. Python handles signals after calls.
     # So the assignments that belong together follow the last call.

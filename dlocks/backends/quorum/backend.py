@@ -176,7 +176,7 @@ class QuorumBackend(Backend):
                 result[claim.owner] = min(claim.ttl, self._guaranteed(left.values()))
                 term.ends = sent + result[claim.owner]
                 self._retry_members(claim, term, answers.said.keys() - left.keys())
-            elif len(answers.said) - len(left) > len(self.of) - self.majority:
+            elif len(answers.said) - len(left) >= self.majority:
                 self._end(claim, term)
             else:
                 result[claim.owner] = max(0.0, term.ends - clock.now())
@@ -294,7 +294,7 @@ class QuorumBackend(Backend):
         """
         asked = {member.ask(question): member for member in self.members()}
         pending = set(asked)
-        answers = Answers(len(asked))
+        answers = Answers(self.majority)
         deadline = clock.real_now() + self.node_timeout
         while pending and not (
             is_enough(answers) and all(asked[future].silent for future in pending)

@@ -115,9 +115,8 @@ _members = each_in_child(Member._reset)
 class Answers:
     """The replies of the members by alias, and the errors of the others."""
 
-    def __init__(self, members: int) -> None:
-        self.members = members
-        self.majority = members // 2 + 1
+    def __init__(self, majority: int) -> None:
+        self.majority = majority
         self.said: dict[str, Any] = {}
         self.failed: dict[str, BaseException] = {}
 
@@ -128,7 +127,7 @@ class Answers:
         return len(self.said) - self.yes()
 
     def is_refused(self) -> bool:
-        return self.no() > self.members - self.majority
+        return self.no() >= self.majority
 
     def is_decided(self) -> bool:
         return self.yes() >= self.majority or self.is_refused()

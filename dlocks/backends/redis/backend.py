@@ -279,7 +279,7 @@ class RedisBackend(Backend):
         }
 
     def waiting(self, key: str) -> int:
-        return int(self._read(scripts.WAITING, key))
+        return len(self._read(scripts.WAITERS, key)) // 2
 
     def notifier(self, channel: str) -> RedisNotifier | None:
         make = partial(RedisNotifier, self._requests, channel, self.socket_timeout)

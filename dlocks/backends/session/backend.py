@@ -45,7 +45,6 @@ from dlocks.backends.session.sessions import Sessions
 from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
 from dlocks.runtime.process import each_in_child
-from dlocks.runtime.requests import request
 from dlocks.values import Claim, Grant, Holder, Ticket, seconds
 
 logger = logging.getLogger("dlocks")
@@ -311,13 +310,7 @@ class SessionBackend(Backend):
 
     # The maintenance thread.
 
-    def _maintain(self) -> None:
-        # No reference of a pass keeps an object alive in the pause. A finalizer that
-        # strikes in a pass finds the tables half changed, so its requests are refused.
-        while (pause := request(self._maintain_once)) is not None:
-            self.claims.wakeup.wait(pause)
-
-    def _maintain_once(self) -> float | None:
+    def _maintain(self) -> float | None:
         """Do the work that is due, and return the seconds until the next pass.
 
         Return None if no session is open.

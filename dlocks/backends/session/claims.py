@@ -62,7 +62,7 @@ def remove(table: Table, entry: Entry) -> None:
 class Claims(LocalClaims[Entry]):
     """The claims of one process: who waits for which name, and who is on a session."""
 
-    def __init__(self, maintain: Callable[[], None]) -> None:
+    def __init__(self, maintain: Callable[[], float | None]) -> None:
         super().__init__("dlocks-sessions", maintain)
         # The waiters by name, and those whose callers hold other keys. Only the latter
         # and the first one of a name have sessions.

@@ -41,7 +41,6 @@ from dlocks.backends.zookeeper.nodes import Entry, NodeClaims, NodeQueue, Nodes
 from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
 from dlocks.runtime.process import each_in_child
-from dlocks.runtime.requests import request
 from dlocks.values import Claim, Grant, Holder, Ticket, seconds
 
 logger = logging.getLogger("dlocks")
@@ -496,13 +495,7 @@ class ZooKeeperBackend(Backend):
 
     # The maintenance thread.
 
-    def _maintain(self) -> None:
-        # No reference of a pass keeps an object alive in the pause. A finalizer that
-        # strikes in a pass finds the tables half changed, so its requests are refused.
-        while (pause := request(self._maintain_once)) is not None:
-            self.claims.wakeup.wait(pause)
-
-    def _maintain_once(self) -> float | None:
+    def _maintain(self) -> float | None:
         """Release expired claims, and return the seconds until the next pass.
 
         Return None if this thread has ended its work.

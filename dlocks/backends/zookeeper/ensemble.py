@@ -185,10 +185,6 @@ class Ensemble:
                 self.certain_until = max(self.certain_until, sent + self.lease)
         return answers[1:]
 
-    def close(self) -> None:
-        """End the session, and with it all of its nodes."""
-        end(self.detach())
-
     def detach(self, client: KazooClient | None = None) -> KazooClient | None:
         """Forget the session, and return its client.
 

@@ -133,7 +133,7 @@ class Entry(LocalEntry):
 class NodeClaims(LocalClaims[Entry]):
     """The claims of one process in the ensemble."""
 
-    def __init__(self, thread: str, maintain: Callable[[], None]) -> None:
+    def __init__(self, thread: str, maintain: Callable[[], float | None]) -> None:
         super().__init__(thread, maintain)
         # Unwanted claims whose node may appear until ``ends_at``.
         self.orphans: set[Entry] = set()
