@@ -33,6 +33,9 @@ LATER = {
         " 1e6)) || '000')"
     ),
 }
+_MILLISECONDS = (
+    "CAST((julianday('now') - 2440587.5) * 86400000 + 0.5 AS INTEGER) * 1000"
+)
 # Microseconds since 1970. The clock of SQLite has a resolution of milliseconds. A grant
 # that is rolled back within one leaves no trace, and the next token has to be larger.
 # So a function of the driver adds microseconds of the same clock.
@@ -40,9 +43,8 @@ TICKS = {
     "postgresql": "(EXTRACT(EPOCH FROM clock_timestamp()) * 1000000)::bigint",
     "mysql": "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))",
     "sqlite": (
-        "(SELECT at + MAX(0, MIN(999, dlocks_nanoseconds() / 1000 - at)) FROM (SELECT"
-        " CAST((julianday('now') - 2440587.5) * 86400000 + 0.5 AS INTEGER) * 1000 AS"
-        " at))"
+        f"({_MILLISECONDS} + MAX(0, MIN(999, dlocks_nanoseconds() / 1000 -"
+        f" {_MILLISECONDS})))"
     ),
 }
 # The seconds from now until a time.

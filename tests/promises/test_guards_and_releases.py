@@ -175,7 +175,7 @@ def test_a_check_writes_no_lease_in_a_transaction_of_its_caller(stops, threads):
     Otherwise no caller could renew or guard the hold before that transaction ends.
     """
     hold = db_lock("a", scope="lease").acquire()
-    begun, sent = threading.Event(), threading.Event()
+    begun, sent, guarding = threading.Event(), threading.Event(), []
 
     def guard():
         with hold.atomic():
@@ -183,13 +183,14 @@ def test_a_check_writes_no_lease_in_a_transaction_of_its_caller(stops, threads):
             assert sent.wait(20)
 
     def begin():
-        threads(guard)
+        guarding.append(threads(guard))
         assert begun.wait(20)
 
     with transaction.atomic():
         stops.call("refusal", begin)
         stops.call("verify", sent.set)
         hold.check()
+        guarding[0].join(20)
         threads(partial(hold.renew, ttl=60)).join(20)
         assert hold.remaining > 50
     hold.release()
