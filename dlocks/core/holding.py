@@ -276,6 +276,8 @@ class Holding:
             for one in before:
                 # Perhaps this entry has taken the place of one of them.
                 self.forget_entry(one)
+            # Its caller may end sooner than the hold is due.
+            keeper.check_soon()
         self.watch.orphaned_since = None
         return entry
 

@@ -14,16 +14,13 @@ from dlocks.core.lease import Lease, slow_after
 from dlocks.core.life import Effect, Reason
 from dlocks.runtime import clock
 from dlocks.runtime.clock import FOREVER
-from dlocks.runtime.keeper import keeper
+from dlocks.runtime.keeper import LOOK_EVERY, keeper
 from dlocks.text import duration, shown_holder
 
 logger = logging.getLogger("dlocks")
 
 # Seconds between two checks whether a transaction in which a lease was left has ended.
 POLL_EVERY = 0.05
-# Seconds between two checks whether the callers of a lease have ended. It is lost if
-# two of them find none. A thread that is about to end may pass it to another one.
-LOOK_EVERY = 0.4
 
 
 class Watch:

@@ -58,6 +58,10 @@ LONGEST_TIMEOUT = 30.0
 # wake it.
 READY = 0.1
 
+# Seconds between two checks whether the callers of a lease have ended. It is lost if
+# two of them find none. A thread that is about to end may pass it to another one.
+LOOK_EVERY = 0.4
+
 
 def _is_at_work(hold: WatchedHold) -> bool:
     """Return whether another thread still works under a hold."""
@@ -86,6 +90,7 @@ class Keeper:
         atexit.register(self.exit)
 
     def _reset(self) -> None:
+        self._main_thread = threading.main_thread()
         self._mutex = new_mutex()
         # Wakes the thread. Unlike a condition, it also counts before the sleep. A
         # finalizer in that thread may set it.
@@ -128,12 +133,16 @@ class Keeper:
         with self._mutex:
             self._holds.add(weakref.ref(hold, self._holds.discard))
             self._has_added = True
-            # A hold is due long after it was added, so this is rarely necessary.
-            thread = self._thread.thread
+            # It is due long after it was added, unless its caller may end without a
+            # release, so this is rarely necessary.
+            thread, entries = self._thread.thread, hold.life.state.entries
+            due = min(hold.lease.renew_at, hold.life.state.deadline)
+            if entries and entries[0].caller is not self._main_thread:
+                due = min(due, hold.lease.granted_at + LOOK_EVERY)
             if (
                 thread is None
                 or self._working_thread is not thread
-                or min(hold.lease.renew_at, hold.life.state.deadline) < self._wakes_at
+                or due < self._wakes_at
             ):
                 self._wake()
 

@@ -208,6 +208,25 @@ def test_a_hold_whose_callers_have_ended_is_lost(lost, until, caplog):
 
 
 @pytest.mark.front
+@pytest.mark.front
+def test_a_thread_that_has_ended_is_noticed_soon_beside_a_hold_of_the_main_thread(
+    lost, until
+):
+    """That hold, which is due for a renewal much later, does not put it off."""
+    with db_lock("main", ttl=3_000):
+        # After this, nothing else is due before the renewal.
+        in_ended_thread(db_lock("first").acquire)
+        until(lambda: lost == ["first"], 10)
+        time.sleep(1)
+        in_ended_thread(db_lock("second", ttl=3_000).acquire)
+        until(lambda: lost == ["first", "second"], 10)
+        time.sleep(1)
+        passed_on = db_lock("third", ttl=3_000).acquire()
+        in_ended_thread(passed_on.__enter__)
+        passed_on.release()
+        until(lambda: lost == ["first", "second", "third"], 10)
+
+
 def test_a_hold_of_a_closed_event_loop_is_lost(lost, until, caplog):
     """No block was open, and no other caller has entered it."""
     lock = db_lock("stock:7")
