@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 import pytest
 from django.db import connection, transaction
@@ -12,6 +12,7 @@ from django.test.utils import CaptureQueriesContext
 
 from dlocks import (
     LockBackendError,
+    LockLost,
     LockTimeout,
     db_lock,
     db_rwlock,
@@ -24,7 +25,7 @@ from dlocks.values import Claim
 from tests import jobs
 from tests.for_each import for_each
 from tests.scripts import run_python
-from tests.timing import in_time
+from tests.timing import TooLateError, in_time
 
 pytest_plugins = ["tests.promises.stops"]
 pytestmark = [
@@ -109,6 +110,14 @@ def test_a_key_from_the_queue_is_renewed_while_others_lock_its_row_in_turn(
         thread.join(30)
 
 
+def was_renewed(hold):
+    """Check a hold with a short lease. A busy server may be late for it, too."""
+    try:
+        hold.check()
+    except LockLost as error:
+        raise TooLateError(str(error)) from error
+
+
 @SERVERS
 def test_a_locked_row_of_a_short_lease_delays_no_other_renewal(threads, until):
     """One thread renews all leases of a server."""
@@ -126,11 +135,13 @@ def test_a_locked_row_of_a_short_lease_delays_no_other_renewal(threads, until):
     try:
         assert locked.wait(30)
         until(lambda: not hold.held)
-        other.check()
+        was_renewed(other)
     finally:
         end.set()
         thread.join(30)
     other.release()
+    with suppress(LockLost):
+        hold.release()
 
 
 @SERVERS
@@ -151,7 +162,7 @@ def test_a_handover_of_a_locked_row_delays_no_renewal(threads, until):
         assert locked.wait(30)
         with transaction.atomic(), pytest.raises(LockBackendError, match="is locked"):
             resume_hold(text)
-        other.check()
+        was_renewed(other)
     finally:
         end.set()
         thread.join(30)
