@@ -473,11 +473,11 @@ class Actor:
         except BaseException as error:
             entry.end(error)
             self.left(entry, error)
+            # The hold goes on if the server did not answer, or if the detach was
+            # refused and its caller learns of a cancellation alone.
+            with suppress(LockError, RuntimeError):
+                await self.do.ask(entry.hold, "release")
             if not isinstance(error, Exception):
-                # Perhaps it was refused, and its caller learns of the cancellation
-                # alone.
-                with suppress(LockError, RuntimeError):
-                    await self.do.ask(entry.hold, "release")
                 raise
         else:
             entry.outcome = "detached"
