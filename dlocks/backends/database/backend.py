@@ -219,7 +219,7 @@ class DatabaseBackend(Backend):
         return grant
 
     def _refuse_locked_table(self) -> None:
-        """Raise TableLockedError if not only rows are locked, but the table of keys.
+        """Raise TableLockedError if the table of keys is locked, and not only rows.
 
         A backup may let others read the table. So this writes, but no row.
         """

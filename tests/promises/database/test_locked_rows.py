@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 
 import pytest
 from django.db import connection, transaction
@@ -110,6 +110,26 @@ def test_a_key_from_the_queue_is_renewed_while_others_lock_its_row_in_turn(
         thread.join(30)
 
 
+@contextmanager
+def locked_row(threads):
+    """Let the transaction of another thread keep the row of a key within a block."""
+    locked, end = threading.Event(), threading.Event()
+
+    def keep():
+        with transaction.atomic():
+            ResourceLock.objects.select_for_update().get(pk="stock:7")
+            locked.set()
+            assert end.wait(30)
+
+    thread = threads(keep)
+    try:
+        assert locked.wait(30)
+        yield
+    finally:
+        end.set()
+        thread.join(30)
+
+
 def was_renewed(hold):
     """Check a hold with a short lease. A busy server may be late for it, too."""
     try:
@@ -123,22 +143,9 @@ def test_a_locked_row_of_a_short_lease_delays_no_other_renewal(threads, until):
     """One thread renews all leases of a server."""
     other = db_lock("stock:8", ttl=1.0).acquire()
     hold = db_lock("stock:7", ttl=3.0).acquire()
-    locked, end = threading.Event(), threading.Event()
-
-    def keep_row():
-        with transaction.atomic():
-            ResourceLock.objects.select_for_update().get(pk="stock:7")
-            locked.set()
-            assert end.wait(30)
-
-    thread = threads(keep_row)
-    try:
-        assert locked.wait(30)
+    with locked_row(threads):
         until(lambda: not hold.held)
         was_renewed(other)
-    finally:
-        end.set()
-        thread.join(30)
     other.release()
     with suppress(LockLost):
         hold.release()
@@ -149,23 +156,10 @@ def test_a_handover_of_a_locked_row_delays_no_renewal(threads, until):
     """Within a transaction, the thread that renews also sends its request."""
     other = db_lock("stock:8", ttl=1.5).acquire()
     text = db_lock("stock:7").acquire().detach()
-    locked, end = threading.Event(), threading.Event()
-
-    def keep_row():
-        with transaction.atomic():
-            ResourceLock.objects.select_for_update().get(pk="stock:7")
-            locked.set()
-            assert end.wait(30)
-
-    thread = threads(keep_row)
-    try:
-        assert locked.wait(30)
+    with locked_row(threads):
         with transaction.atomic(), pytest.raises(LockBackendError, match="is locked"):
             resume_hold(text)
         was_renewed(other)
-    finally:
-        end.set()
-        thread.join(30)
     other.release()
 
 

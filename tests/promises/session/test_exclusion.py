@@ -174,7 +174,7 @@ def test_a_writer_may_read_while_another_writer_waits(
         reading.release()
     reading = shelf.read().acquire()
     writing.release()
-    # It passes nobody any more.
+    # A new reader is refused, because a writer waits in front of it.
     assert elsewhere.call(jobs.try_once, "stock:7", using="session") is None
     reading.check()
     assert not waiter.results
