@@ -28,7 +28,7 @@ NAMES = {
     "history_buffers": "dlocks.history:_buffers",
     "database": "dlocks.backends.database",
     "holders": "dlocks.backends.database.holders",
-    "direct": "dlocks.backends.database.direct",
+    "queue": "dlocks.backends.database.queue",
     "Session": "dlocks.backends.database.session:Session",
     "RowLockedError": "dlocks.backends.database.session:RowLockedError",
     "writer_limits": "dlocks.backends.database.limits:writer_limits",

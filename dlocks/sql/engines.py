@@ -66,14 +66,14 @@ VALUES = (
 class Engine:
     """One database engine.
 
-    ``write`` changes one lock row that matches ``{condition}``, and ``update`` and
-    ``delete`` several rows of ``{table}``. They skip rows that are locked.
+    ``update`` and ``delete`` change the rows of ``{table}`` that match ``{condition}``.
+    They skip rows that are locked. Where it costs less, ``write`` changes one lock row.
     """
 
     vendor: str
-    write: str
     update: str
     delete: str
+    write: str = ""
     insert: str
     # A term that adds nothing to a number. It limits how long an insert waits for a
     # transaction that has inserted the same row, and lets a crash lose the new row.
@@ -113,8 +113,6 @@ class Engine:
     read_only: frozenset[object] = frozenset()
     denied: frozenset[object] = frozenset()
     desynchronised: frozenset[object] = frozenset()
-    # A prepared statement is gone, its name is in use, or its table has changed.
-    unprepared: frozenset[object] = frozenset()
     read_only_settings: str = ""
     # What to do if the user has no right.
     denied_advice: str = (
@@ -155,6 +153,9 @@ class Engine:
 
     def one(self, what: str, condition: str, end: str = "") -> str:
         """Return the statement that changes one lock row, unless it is locked."""
+        if not self.write:
+            condition = f"key_resource = %(key)s AND {condition}"
+            return self.many("{locks}", what, condition, end)
         text = self.write.replace("{what}", what).replace("{condition}", condition)
         return text + end
 
@@ -376,11 +377,6 @@ UNLOCKED = (
 ENGINES: dict[str, Engine] = {
     "postgresql": Engine(
         vendor="postgresql",
-        write=(
-            "UPDATE {locks} SET {what} WHERE key_resource = ANY (ARRAY(SELECT"
-            " key_resource FROM {locks} WHERE key_resource = %(key)s AND {condition}"
-            " FOR UPDATE SKIP LOCKED))"
-        ),
         update=f"UPDATE {{table}} SET {{what}} {UNLOCKED}",
         delete=f"DELETE FROM {{table}} {UNLOCKED}",
         # An insert that meets a row of an open transaction waits for it, even with ON
@@ -417,9 +413,6 @@ ENGINES: dict[str, Engine] = {
         # serialization_failure, deadlock_detected
         lost_race=frozenset({"40001", "40P01"}),
         read_only=frozenset({"25006"}),  # read_only_sql_transaction
-        # invalid_sql_statement_name, duplicate_prepared_statement,
-        # feature_not_supported ("cached plan must not change result type")
-        unprepared=frozenset({"26000", "42P05", "0A000"}),
         denied=frozenset({"42501"}),  # insufficient_privilege
         read_only_settings=(
             "default_transaction_read_only is on, or the server is a standby (connect"
@@ -483,9 +476,6 @@ ENGINES: dict[str, Engine] = {
     ),
     "sqlite": Engine(
         vendor="sqlite",
-        write=(
-            "UPDATE {locks} SET {what} WHERE key_resource = %(key)s AND {condition}"
-        ),
         update="UPDATE {table} SET {what} WHERE {condition}",
         delete="DELETE FROM {table} WHERE {condition}",
         insert=(

@@ -22,8 +22,6 @@ from django.utils.functional import cached_property
 from dlocks.backends import table as rules
 from dlocks.backends.base import Backend
 from dlocks.backends.database.checks import check_database
-from dlocks.backends.database.direct import Direct
-from dlocks.backends.database.expiry import Observations
 from dlocks.backends.database.history import HistoryTable
 from dlocks.backends.database.holders import STEP_WAIT, Holders
 from dlocks.backends.database.inspector import DatabaseInspector
@@ -33,7 +31,7 @@ from dlocks.backends.database.notify import Notifications
 from dlocks.backends.database.queue import Queue
 from dlocks.backends.database.session import RowLockedError, Session
 from dlocks.backends.database.several import Several
-from dlocks.backends.database.state import rounded
+from dlocks.backends.database.state import Observations, rounded
 from dlocks.backends.database.store import NOTHING, ROW_WAIT, Store
 from dlocks.backends.database.transactions import TransactionLocks
 from dlocks.backends.notifiers import Notifier
@@ -123,10 +121,9 @@ class DatabaseBackend(Backend):
             observations=self.observations,
             deletes=self.deletes,
         )
-        direct = Direct(self.store)
-        self.queue = Queue(self.store, direct)
+        self.queue = Queue(self.store)
         self.contended = self.queue.contended
-        self.holders = Holders(self.store, self.queue, direct)
+        self.holders = Holders(self.store, self.queue)
         self.transactions = TransactionLocks(self.store, self.holders, self.take)
         self.several = Several(self.store, self.holders)
         self.keepers = Keepers(self.store)

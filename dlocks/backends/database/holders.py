@@ -15,7 +15,6 @@ from typing import Any
 
 from dlocks.backends import table as rules
 from dlocks.backends.base import HANDOVER_LEASE, TableLockedError
-from dlocks.backends.database.direct import Direct
 from dlocks.backends.database.queue import Queue
 from dlocks.backends.database.session import RowLockedError
 from dlocks.backends.database.state import batches, rounded
@@ -45,11 +44,10 @@ class Holders:
     The claims of one request are of one kind.
     """
 
-    def __init__(self, store: Store, queue: Queue, direct: Direct) -> None:
+    def __init__(self, store: Store, queue: Queue) -> None:
         self.store = store
         self.session = store.session
         self.queue = queue
-        self.direct = direct
 
     def on(self, database: str) -> Holders:
         """Return the holders as another alias of the database writes them.
@@ -132,7 +130,7 @@ class Holders:
         """Return the seconds left of the leases of claims, by owner."""
         table, condition, parameters = self.own(claims, live=live)
         sql = f"SELECT owner, {{left}} FROM {table} WHERE {condition}"
-        rows = self.session.rows(self.session.sql(sql), parameters)
+        rows = self.session.rows(sql, parameters)
         return {owner: float(seconds) for owner, seconds in rows}
 
     # Acquisition.
@@ -311,12 +309,9 @@ class Holders:
             if not contended and self._release_at_once(claim, status, rest_for):
                 return True
             # The key has waiters, or the claim has something else to release.
-            if not (rest_for or self.store.deletes):
-                waiters = self.direct.hand_over(claim, status)
-                if waiters == 0:
-                    self.queue.contended.discard(claim.key)
-                if waiters is not None:
-                    return True
+            directly = not (rest_for or self.store.deletes)
+            if directly and self.queue.hand_over(claim, status):
+                return True
         return self._release_by_step(claim, status, rest_for)
 
     @staticmethod

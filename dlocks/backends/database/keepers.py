@@ -121,18 +121,16 @@ class Keepers:
             if self.finds_all:
                 kept = self.in_transactions(shares, shares=True)
                 return Kept(frozenset(stale), kept, transactions)
+            locked_shares = partial(self._locked, shares=True)
             return Kept(
-                frozenset(self._rarely("stale", [*stale], self._expired)),
-                frozenset(self._rarely("shares", shares, self._expired_shares)),
+                frozenset(self._rarely("stale", [*stale], self._locked)),
+                frozenset(self._rarely("shares", shares, locked_shares)),
                 self._probe(locks),
             )
         return Kept()
 
-    def _expired(self, keys: Sequence[str]) -> Mapping[str, None]:
-        return dict.fromkeys(self.in_transactions(keys))
-
-    def _expired_shares(self, ids: Sequence[int]) -> Mapping[int, None]:
-        return dict.fromkeys(self.in_transactions(ids, shares=True))
+    def _locked(self, rows: Sequence[R], *, shares: bool = False) -> Mapping[R, None]:
+        return dict.fromkeys(self.in_transactions(rows, shares=shares))
 
     def _rarely(
         self, kind: str, rows: Sequence[R], look: Callable[[Sequence[R]], Mapping[R, A]]

@@ -22,7 +22,8 @@ from typing import Any
 from django.db import transaction
 from django.db.utils import Error
 
-from dlocks.backends.database.session import Session, is_own_session
+from dlocks.backends.database.prepared import is_own_session
+from dlocks.backends.database.session import Session
 from dlocks.backends.notifiers import Notifier
 from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock

@@ -1,4 +1,10 @@
-"""The queue of a key, as its waiters use it: they join, send heartbeats and poll."""
+"""The queue of a key: claims join, send heartbeats, poll, and are handed the key.
+
+The busiest steps of a contended key, to join and to hand over, are one round trip each.
+They follow the rules for one case: a live holder, and a first waiter that wants the key
+alone. In every other case they change nothing, and a step decides. On SQLite they are a
+few statements in one ``BEGIN IMMEDIATE``.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +13,22 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from django.db import IntegrityError
 
 from dlocks.backends import table as rules
-from dlocks.backends.base import HEARTBEAT_TIMEOUT
-from dlocks.backends.database.direct import Direct
+from dlocks.backends.base import HANDOVER_LEASE, HEARTBEAT_TIMEOUT
+from dlocks.backends.database import notify
 from dlocks.backends.database.session import RowLockedError
 from dlocks.backends.database.state import RESERVED, Key
 from dlocks.backends.database.store import Store
 from dlocks.backends.notifiers import RecentKeys
 from dlocks.backends.table import KeyState, Moment
 from dlocks.exceptions import LockBackendError
-from dlocks.sql.clock import Now, ticks
+from dlocks.runtime import clock
+from dlocks.sql.clock import LATER, Now, ticks
 from dlocks.values import Claim, Grant, Ticket
 
 logger = logging.getLogger("dlocks")
@@ -30,15 +38,41 @@ logger = logging.getLogger("dlocks")
 POLL_WAIT = 0.005
 # Seconds for which a claim that joins waits for the row. Others join at the same time.
 JOIN_WAIT = 0.2
+# Tries on InnoDB, where a statement skips a row that another one has locked.
+TRIES = 4
+
+COLUMNS = (
+    "key_resource, owner, holder, owner_ip, begin_time, end_time, hold_count, shared,"
+    " permits, scope, takeover, handover_ttl, channel, holding"
+)
+VALUES = (
+    "%(key)s, %(owner)s, %(holder)s, {owner_ip}, {now}, {after:heard}, 0, %(shared)s,"
+    " %(permits)s, %(scope)s, %(takeover)s, %(handover_ttl)s, %(channel)s, %(holding)s"
+)
+# The lease of a new holder, in microseconds. MIN() of SQLite is NULL without a waiter.
+LEASE = "COALESCE(MIN(first.handover_ttl, %(lease)s), 0)"
+
+
+def _statement(name: str) -> dict[str, str]:
+    found = {}
+    for vendor in ("postgresql", "mysql", "sqlite"):
+        path = Path(__file__).with_name(f"{vendor}_{name}.sql")
+        lines = [one.partition("--")[0] for one in path.read_text().splitlines()]
+        text = " ".join(" ".join(lines).split())
+        text = text.replace("{columns}", COLUMNS).replace("{values}", VALUES)
+        found[vendor] = text.replace("{after_lease}", LATER[vendor].format(LEASE))
+    return found
+
+
+HAND_OVER, JOIN = _statement("hand_over"), _statement("join")
 
 
 class Queue:
     """The part that keeps waiters in the queue until their turn."""
 
-    def __init__(self, store: Store, direct: Direct) -> None:
+    def __init__(self, store: Store) -> None:
         self.store = store
         self.session = store.session
-        self.direct = direct
         # The keys that had waiters when this process last used them. This is only a
         # hint.
         self.contended = RecentKeys()
@@ -49,9 +83,8 @@ class Queue:
         self.store.refuse_unstorable(claim.key)
         self.contended.add(claim.key)
         try:
-            joined = self.direct.join(claim, channel) if position is None else None
-            if joined is not None:
-                return joined
+            if position is None and (number := self._join_at_once(claim, channel)):
+                return Ticket(position=number)
             return self._join_by_step(claim, channel, position)
         except IntegrityError as error:
             if position is None:
@@ -60,6 +93,18 @@ class Queue:
             return self.join(claim, channel, None)
         except RowLockedError:
             return self._join_locked(claim, channel, position)
+
+    def _join_at_once(self, claim: Claim, channel: str) -> int | None:
+        """Queue a claim for a key with a live holder, and return its position.
+
+        Return None if the key is free, or reserved for the claim.
+        """
+        parameters = self.store.columns(claim, channel) | {
+            "key": claim.key,
+            "heard": ticks(HEARTBEAT_TIMEOUT),
+        }
+        rows = self._packet(JOIN, parameters, flush=False)
+        return rows[0][0] if rows else None
 
     def _join_by_step(self, claim: Claim, channel: str, position: int | None) -> Ticket:
         ticket, key = self.store.step(
@@ -113,6 +158,49 @@ class Queue:
             self.store.insert_claim(claim, channel, position)
 
     # Leaving.
+
+    def hand_over(self, claim: Claim, status: str) -> bool:
+        """Release a key to its first waiter, and return whether that was possible."""
+        parameters = {
+            "key": claim.key,
+            "owner": claim.owner,
+            "status": status,
+            "lease": ticks(HANDOVER_LEASE),
+            "near": notify.this_host() or "-",
+        }
+        rows: Sequence[Any] = ()
+        with suppress(RowLockedError):
+            rows = self._packet(HAND_OVER, parameters)
+        if not rows:
+            return False
+        # On SQLite, the channel comes from a second statement.
+        taken, waiters, *_ = rows[0]
+        if taken:
+            notify.send({rows[0][2] if rows[0][2:] else rows[1][0]})
+        elif waiters:
+            # The waiters want shared holds, or joined after this had begun.
+            self.store.advance(claim.key)
+        if not waiters:
+            self.contended.discard(claim.key)
+        return True
+
+    def _packet(
+        self, texts: dict[str, str], parameters: dict[str, Any], *, flush: bool = True
+    ) -> Sequence[Any]:
+        """Send a request, on InnoDB again if it has skipped the row, which is locked.
+
+        It is a transaction of its own. Raise RowLockedError within another one, and if
+        the row stays locked.
+        """
+        text = texts[self.session.engine.vendor]
+        for number in range(TRIES):
+            if self.session.in_transaction:
+                break
+            rows = self.session.packet(text, parameters, flush=flush)
+            if not rows or rows[0][0] is not None:
+                return rows
+            clock.back_off(0.0005 * 2**number)
+        raise RowLockedError
 
     def row_of(self, claim: Claim) -> Any:
         """Return the row of a queued claim or a shared hold, or None."""

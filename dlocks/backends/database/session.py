@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 from django.apps import apps
@@ -36,6 +36,7 @@ from dlocks.backends.database.failures import (
     not_installed,
 )
 from dlocks.backends.database.limits import writer_limits
+from dlocks.backends.database.prepared import PreparedStatements
 from dlocks.exceptions import LockBackendError, LockError
 from dlocks.runtime import clock
 from dlocks.runtime.connected import connection_of
@@ -87,9 +88,9 @@ class Session:
         # Composed texts: statements with the names of the tables, and fast statements.
         self.sql = lru_cache(TEXTS)(self._sql)
         self.statement = lru_cache(TEXTS)(self._statement)
-        # The connection of psycopg that this thread used last, and its cursors that
-        # prepare and are not in use, or None. And whether its transactions begin above
-        # READ COMMITTED.
+        self._prepared = PreparedStatements(prepare)
+        # The connection of the driver that this thread used last, and whether its
+        # transactions begin above READ COMMITTED.
         self._local = threading.local()
 
     def of_alias(self, database: str) -> Session:
@@ -194,9 +195,9 @@ class Session:
 
     # Statements.
 
-    def rows(self, sql: str, parameters: Mapping[str, Any]) -> Sequence[Any]:
+    def rows(self, text: str, parameters: Mapping[str, Any]) -> Sequence[Any]:
         """Return the rows of a statement that locks nothing."""
-        return self.unlocked(self.execute, sql, parameters).rows
+        return self.unlocked(self.execute, self.sql(text), parameters).rows
 
     def unlocked(self, work: Callable[..., T], *arguments: Any) -> T:
         """Call ``work``, which no row lock of another transaction can hold up.
@@ -247,58 +248,8 @@ class Session:
 
     def prepared(self, sql: str, parameters: Mapping[str, Any]) -> Reply:
         """Execute a statement that returns rows, prepared by psycopg if it can be."""
-        connection = self.connection
-        if (unused := self._preparing(connection)) is None:
-            return self.execute(sql, parameters)
-        # A signal handler may need one while another one is in use.
-        own = unused.pop() if unused else _preparing_cursor()(connection.connection)
-        try:
-            cursor = _django_cursor(connection, own)
-            cursor.execute(sql, parameters)
-            rows = cursor.fetchall()
-            unused.append(own)
-            return Reply(rows, len(rows))
-        except Error as error:
-            if self.engine.code_of(error) not in self.engine.unprepared:
-                raise
-            # Another client of the session has changed what it has prepared.
-            self._local.prepared = connection.connection, None
-            if connection.in_atomic_block:
-                raise
-            return self.execute(sql, parameters)
-
-    def _preparing(self, connection: BaseDatabaseWrapper) -> Any:
-        """Return unused cursors that prepare, or None to use Django's own.
-
-        Django's log of queries reads the text of a statement from its own cursor.
-        """
-        if connection.vendor != "postgresql" or self.prepare is False:
-            return None
-        if connection.queries_logged:
-            return None
-        raw = connection.connection
-        known, unused = getattr(self._local, "prepared", (None, None))
-        if known is not raw or raw is None:
-            connection.ensure_connection()
-            raw = connection.connection
-            unused = [] if self._can_prepare(connection, raw) else None
-            self._local.prepared = raw, unused
-        return unused
-
-    def _can_prepare(self, connection: BaseDatabaseWrapper, raw: Any) -> bool:
-        # psycopg 2 has no such attribute. The cursors of other code may observe.
-        usual = getattr(getattr(raw, "cursor_factory", None), "__module__", "")
-        is_usual = usual.startswith("django.db.backends.")
-        if not hasattr(raw, "prepare_threshold") or not is_usual:
-            return False
-        # Behind a pooler, the next statement may run in another session.
-        if not (self.prepare or is_own_session(connection)):
-            return False
-        if raw.prepare_threshold is None:
-            # Django's None excludes even statements that ask for it. With this number,
-            # no other statement is ever prepared.
-            raw.prepare_threshold = sys.maxsize
-        return True
+        rows = self._prepared.rows(self.connection, sql, parameters)
+        return self.execute(sql, parameters) if rows is None else Reply(rows, len(rows))
 
     def packet(
         self, text: str, parameters: Mapping[str, Any], *, flush: bool = True
@@ -458,9 +409,14 @@ class Session:
                 if code in self.engine.locked and not ends:
                     raise RowLockedError from error
                 if inside:
-                    self._end_with_server(connection, error)
+                    rolled_back = code in self.engine.rolled_back
+                    if rolled_back and connection.in_atomic_block:
+                        # The server has. Django would commit the later writes of the
+                        # caller without the earlier ones.
+                        transaction.set_rollback(True, using=self.database)
                     raise self.failure(error) from error
-                if self._again(error, tries):
+                if code in self.engine.lost_race and tries < CONFLICTS:
+                    clock.back_off(min(0.004 * 2**tries, CONFLICT_DELAY))
                     tries += 1
                 elif not reconnected and self._is_lost(connection, session, error):
                     reconnected = True
@@ -492,17 +448,6 @@ class Session:
             # A signal handler has struck within a statement. A cursor of psycopg would
             # wait for this lock, which its own thread has.
             raise nested_request()
-
-    def _again(self, error: Error, tries: int) -> bool:
-        """Wait, and return whether to retry after this number of ``tries``."""
-        if (
-            tries >= CONFLICTS
-            or self.engine.code_of(error) not in self.engine.lost_race
-        ):
-            return False
-        delay = min(0.004 * 2**tries, CONFLICT_DELAY)
-        clock.back_off(delay)
-        return True
 
     def _is_lost(
         self, connection: BaseDatabaseWrapper, session: Any, error: Error
@@ -541,43 +486,10 @@ class Session:
         if connection.connection is not None and self.in_transaction:
             abandon(connection)
 
-    def _end_with_server(self, connection: BaseDatabaseWrapper, error: Error) -> None:
-        """Let Django roll back a transaction that the server has rolled back.
-
-        Otherwise the later writes of the caller would be committed without the earlier
-        ones.
-        """
-        rolled_back = self.engine.code_of(error) in self.engine.rolled_back
-        if rolled_back and connection.in_atomic_block:
-            transaction.set_rollback(True, using=self.database)
-
     def failure(self, error: Error, *, was_sent: bool = True) -> LockBackendError:
         """Return the error of a request that failed, with the way out."""
         engine = vars(self).get("engine")
         return failure_of(error, self.database, engine, was_sent=was_sent)
-
-
-@cache
-def _preparing_cursor() -> Any:
-    from psycopg import Cursor
-
-    class PreparingCursor(Cursor[Any]):
-        """A cursor whose statements are prepared."""
-
-        def execute(self, query: Any, params: Any = None, **options: Any) -> Any:
-            return super().execute(query, params, prepare=True, **options)
-
-    return PreparingCursor
-
-
-def _django_cursor(connection: BaseDatabaseWrapper, own: Any) -> Any:
-    """Return a cursor of Django, which others may observe, around one of psycopg."""
-    raw = connection.connection
-    usual, raw.cursor_factory = raw.cursor_factory, lambda *_, **__: own
-    try:
-        return connection.cursor()
-    finally:
-        raw.cursor_factory = usual
 
 
 def in_transaction(connection: BaseDatabaseWrapper) -> bool:
@@ -587,13 +499,3 @@ def in_transaction(connection: BaseDatabaseWrapper) -> bool:
     if connection.connection is None:
         return not connection.settings_dict["AUTOCOMMIT"]
     return not connection.autocommit
-
-
-def is_own_session(connection: BaseDatabaseWrapper) -> bool:
-    """Return whether no pooler is between psycopg and the server.
-
-    A pooler reports an invented process id when a connection begins.
-    """
-    with connection.cursor() as cursor:
-        cursor.execute("SELECT pg_backend_pid()")
-        return bool(cursor.fetchone()[0] == connection.connection.info.backend_pid)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from dlocks.backends import table as rules
 from dlocks.backends.database.failures import not_installed
-from dlocks.backends.table import KeyState, Moment
+from dlocks.backends.database.session import Session
+from dlocks.backends.table import Held, KeyState, Moment, Waiting
+from dlocks.runtime import clock
+from dlocks.sql.clock import ticks_at
 from dlocks.values import Claim, Grant, Ticket
 
 T = TypeVar("T")
@@ -20,6 +23,8 @@ LONGEST_HOLDING = 32_000
 MOMENT = 0.001
 # Maximum number of rows that one statement reads or writes.
 BATCH = 500
+# Rows that a process remembers. A forgotten row is observed from the start again.
+REMEMBERED = 10_000
 # The ticket of a claim whose turn has come, in a transaction that it has to begin.
 RESERVED = Ticket(must_retry=True, position=0, next_check=0.1)
 
@@ -106,19 +111,6 @@ def is_unused(state: KeyState, at: Moment) -> bool:
     )
 
 
-def at_position(
-    state: KeyState, owner: str, position: int, result: T
-) -> tuple[KeyState, T]:
-    """Give a new waiter the position that the database has chosen."""
-    queue = tuple(
-        replace(one, position=position) if one.claim.owner == owner else one
-        for one in state.queue
-    )
-    if isinstance(result, Ticket) and result.position is not None:
-        result = replace(result, position=position)
-    return replace(state, queue=queue), result
-
-
 def claim_of(row: Any) -> Claim:
     """Return the claim of a row of LockClaim."""
     return Claim(
@@ -141,3 +133,95 @@ def to_text(holding: Iterable[Any]) -> str:
         # The deadlock may then stay unnoticed, and end by a timeout.
         holding = holding[: len(holding) // 2]
     return text if holding else ""
+
+
+class Observations:
+    """How long each row has been unchanged, by this process's monotonic clock.
+
+    A holder changes its row at each renewal. It trusts its lease for the ttl, counted
+    from before it sent the renewal. A row that has not changed for longer therefore has
+    no live holder, whatever the database's clock says. This requires clocks that run at
+    the same rate, not clocks that show the same time.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._seen: dict[Hashable, tuple[Hashable, float]] = {}
+
+    def note(self, row: Hashable, state: Hashable, asked_at: float) -> float:
+        """Record the state of a row, and return the seconds still to observe it.
+
+        ``asked_at`` is the time at which the row was requested. The result is zero or
+        negative if the row has been unchanged for long enough.
+        """
+        known, since = self._seen.get(row, (None, 0.0))
+        if known != state:
+            if len(self._seen) >= REMEMBERED:
+                self._seen.clear()
+            # The row may have been written a moment before the reply arrived.
+            since = clock.now()
+            self._seen[row] = state, since
+        return since + self.seconds - asked_at
+
+
+class Reader:
+    """What turns the rows of a key into its state."""
+
+    def __init__(
+        self, session: Session, grace: float, observations: Observations | None
+    ) -> None:
+        self.session = session
+        self.grace = grace
+        self.observations = observations
+
+    def key(
+        self,
+        row: Any,
+        claims: Sequence[Any],
+        asked_at: float | None,
+        mine: str = "",
+    ) -> Key:
+        """Return a key as it was read, for the owner ``mine`` if it was locked.
+
+        If ``asked_at`` is None, its leases end by the database's clock.
+        """
+        # The row was read before or after the claims.
+        date = max(one.now for one in (row, *claims))
+        now = date.timestamp()
+        # On SQLite, and if no clock is trusted, an expired share that still exists
+        # belonged to its claim all the time.
+        unclocked = self.observations is not None or self.session.engine.one_writer
+        at = Moment(now, self.grace, ticks_at(now, self.session.engine.vendor), date)
+        shares, queue = [], []
+        for one in claims:
+            end = self._end(one, now, asked_at)
+            if one.version is None:
+                queue.append(Waiting(claim_of(one), one.pk, end))
+            else:
+                if unclocked and one.owner == mine:
+                    end = max(end, now + MOMENT)
+                since, count = one.begin_time, one.hold_count
+                shares.append(Held(claim_of(one), one.version, since, end, count))
+        last = Claim(
+            key=row.pk,
+            ttl=0.0,
+            owner=row.owner,
+            holder=row.holder,
+            owner_ip=row.owner_ip,
+        )
+        end = self._end(row, now, asked_at)
+        held = Held(last, row.version, row.begin_time or date, end, row.hold_count)
+        state = KeyState(
+            row.version, held, row.status != "P", tuple(shares), tuple(queue)
+        )
+        return Key(row, claims, state, at)
+
+    def _end(self, row: Any, now: float, asked_at: float | None) -> float:
+        """Return when a lease ends, by the database's clock or by observation."""
+        end = float(row.end_time.timestamp())
+        # It waits, or has been released.
+        is_lease = getattr(row, "status", "P" if row.hold_count else "S") == "P"
+        if self.observations is None or asked_at is None or not is_lease:
+            return end
+        left = self.observations.note(row.pk, (row.version, end), asked_at)
+        return now + left - self.grace

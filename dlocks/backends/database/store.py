@@ -18,27 +18,26 @@ from django.db.models import CharField, Func, Value
 
 from dlocks.backends import table as rules
 from dlocks.backends.base import HEARTBEAT_TIMEOUT, UnstorableKeyError
-from dlocks.backends.database.expiry import Observations
 from dlocks.backends.database.failures import unusable
 from dlocks.backends.database.notify import Notifications
 from dlocks.backends.database.session import RowLockedError, Session, StepError
 from dlocks.backends.database.state import (
     MOMENT,
     Key,
-    at_position,
+    Observations,
+    Reader,
     batches,
-    claim_of,
     is_unused,
     models,
     to_text,
 )
-from dlocks.backends.table import Held, KeyState, Moment, Waiting
+from dlocks.backends.table import Held, KeyState
 from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
 from dlocks.sql.charset import fitted
-from dlocks.sql.clock import After, At, Now, ticks, ticks_at
+from dlocks.sql.clock import After, At, Now, ticks
 from dlocks.sql.locked_rows import IS_IN_TRANSACTION
-from dlocks.values import Claim
+from dlocks.values import Claim, Ticket
 
 T = TypeVar("T")
 
@@ -82,6 +81,7 @@ class Store:
         self.grace = grace
         # Detects dead holders if no clock is trusted.
         self.observations = observations
+        self.reader = Reader(session, grace, observations)
         # Whether the row of a free key is deleted.
         self.deletes = deletes
         # Calls a function outside of the caller's transaction, unless that is alone.
@@ -115,29 +115,31 @@ class Store:
 
     # Reading.
 
-    def read(self, keys: Sequence[str], *, by_clock: bool = False) -> dict[str, Key]:
+    def read(
+        self, keys: Sequence[str], *, by_clock: bool = False, claims: bool = True
+    ) -> dict[str, Key]:
         """Return keys as they are, without locking anything.
 
         ``by_clock`` trusts the database's clock in any case, to show them to people.
         """
         asked_at = None if by_clock else clock.now()
-        return self.session.unlocked(self._read, keys, asked_at)
+        return self.session.unlocked(self._read, keys, keys if claims else (), asked_at)
 
     def peek(self, key: str, *, by_clock: bool = False) -> Key | None:
         """Return a key without its claims."""
-        asked_at = None if by_clock else clock.now()
-        rows = self.locks.annotate(now=Now()).filter(pk=key)
-        row: Any = next(iter(self.session.unlocked(list, rows)), None)
-        return row and self._key(row, [], asked_at)
+        return self.read([key], by_clock=by_clock, claims=False).get(key)
 
-    def _read(self, keys: Sequence[str], asked_at: float | None) -> dict[str, Key]:
+    def _read(
+        self, keys: Sequence[str], queues: Sequence[str], asked_at: float | None
+    ) -> dict[str, Key]:
         # The claims come first. One that is granted in between is found in the row.
-        claims = self._claims_of(keys)
+        claims = self._claims_of(queues)
         shown = {}
         if asked_at is None and self.session.engine.vendor == "postgresql":
             shown = {"is_kept": IS_IN_TRANSACTION}
         rows = self.locks.annotate(now=Now(), **shown).filter(pk__in=keys)
-        return {row.pk: self._key(row, claims[row.pk], asked_at) for row in rows}
+        found = ((row, claims.get(row.pk, ())) for row in rows)
+        return {row.pk: self.reader.key(row, some, asked_at) for row, some in found}
 
     def _claims_of(self, keys: Sequence[str]) -> dict[str, list[Any]]:
         found: dict[str, list[Any]] = {key: [] for key in keys}
@@ -145,58 +147,6 @@ class Store:
         for one in claims.order_by("pk"):
             found[one.key_resource].append(one)
         return found
-
-    def _key(
-        self,
-        row: Any,
-        claims: Sequence[Any],
-        asked_at: float | None,
-        mine: str = "",
-    ) -> Key:
-        """Return a key as it was read, for the owner ``mine`` if it was locked.
-
-        If ``asked_at`` is None, its leases end by the database's clock.
-        """
-        # The row was read before or after the claims.
-        date = max(one.now for one in (row, *claims))
-        now = date.timestamp()
-        # On SQLite, and if no clock is trusted, an expired share that still exists
-        # belonged to its claim all the time.
-        unclocked = self.observations is not None or self.session.engine.one_writer
-        at = Moment(now, self.grace, ticks_at(now, self.session.engine.vendor), date)
-        shares, queue = [], []
-        for one in claims:
-            end = self._end(one, now, asked_at)
-            if one.version is None:
-                queue.append(Waiting(claim_of(one), one.pk, end))
-            else:
-                if unclocked and one.owner == mine:
-                    end = max(end, now + MOMENT)
-                since, count = one.begin_time, one.hold_count
-                shares.append(Held(claim_of(one), one.version, since, end, count))
-        last = Claim(
-            key=row.pk,
-            ttl=0.0,
-            owner=row.owner,
-            holder=row.holder,
-            owner_ip=row.owner_ip,
-        )
-        end = self._end(row, now, asked_at)
-        held = Held(last, row.version, row.begin_time or date, end, row.hold_count)
-        state = KeyState(
-            row.version, held, row.status != "P", tuple(shares), tuple(queue)
-        )
-        return Key(row, claims, state, at)
-
-    def _end(self, row: Any, now: float, asked_at: float | None) -> float:
-        """Return when a lease ends, by the database's clock or by observation."""
-        end = float(row.end_time.timestamp())
-        # It waits, or has been released.
-        is_lease = getattr(row, "status", "P" if row.hold_count else "S") == "P"
-        if self.observations is None or asked_at is None or not is_lease:
-            return end
-        left = self.observations.note(row.pk, (row.version, end), asked_at)
-        return now + left - self.grace
 
     # Steps.
 
@@ -340,7 +290,7 @@ class Store:
             if any(seen.get(row.pk) != row.version for row in locked):
                 raise RowLockedError
         return [
-            self._without_kept(self._key(row, claims[row.pk], asked_at, mine))
+            self._without_kept(self.reader.key(row, claims[row.pk], asked_at, mine))
             for row in locked
         ]
 
@@ -429,7 +379,9 @@ class Store:
         for owner, one in queue.items():
             if owner not in rows:
                 new = self.insert_claim(one.claim, channel, position)
-                after, result = at_position(after, owner, new.pk, result)
+                if isinstance(result, Ticket) and result.position is not None:
+                    # The database has chosen it.
+                    result = replace(result, position=new.pk)
         self._write_row(key, before, after, status)
         granted = {held.claim.owner for held in (after.held, *written) if held}
         key.notified = {
@@ -444,17 +396,11 @@ class Store:
     def _delete_claims(self, key: Key, ids: list[int]) -> None:
         if not ids:
             return
-        if not self.session.engine.idle:
-            deleted = self.delete("{claims}", "id", ids)
-        else:
-            # InnoDB may scan the whole table for a plain DELETE, and wait for a
-            # transaction that pins a claim of another key.
-            mine, parameters = self.session.one_of("id", ids, "row")
-            sql = self.session.sql(self.session.engine.many("{claims}", "", mine))
-            deleted = self.session.execute(sql, parameters).changed
-            if deleted < len(ids) and self.claims.filter(pk__in=ids).exists():
-                raise RowLockedError
+        deleted = self.delete("{claims}", "id", ids)
         if deleted < len(ids):
+            skips = bool(self.session.engine.idle)
+            if skips and self.claims.filter(pk__in=ids).exists():
+                raise RowLockedError
             raise ChangedError({key.row.pk})
 
     def delete(self, table: str, primary: str, values: Sequence[Any]) -> int:
@@ -462,9 +408,14 @@ class Store:
 
         No signal is sent, because a receiver for all models may acquire a lock.
         """
-        mine, parameters = self.session.one_of(primary, values, "row")
-        sql = self.session.sql(f"DELETE FROM {table} WHERE {mine}")
-        return self.session.execute(sql, parameters).changed
+        session = self.session
+        mine, parameters = session.one_of(primary, values, "row")
+        text = f"DELETE FROM {table} WHERE {mine}"
+        if session.engine.idle:
+            # InnoDB may scan the whole table for a plain DELETE, and wait for a
+            # transaction that pins a claim of another key.
+            text = session.engine.many(table, "", mine)
+        return session.execute(session.sql(text), parameters).changed
 
     def _write_share(self, row: Any, held: Held, version: int) -> None:
         changes: dict[str, Any] = {"end_time": At(held.end), "hold_count": held.count}

@@ -199,11 +199,9 @@ class TransactionLocks:
         row, table = "key_resource = %(key)s", "{locks} FORCE INDEX (PRIMARY)"
         if claim.shared:
             row, table = "id = %(id)s", "{claims} FORCE INDEX (PRIMARY)"
-            find = session.sql("SELECT id FROM {claims} WHERE owner = %(owner)s")
-            found = self.store.run_outside(
-                partial(reader.session.rows, find, parameters)
-            )
-            if not found:
+            find = "SELECT id FROM {claims} WHERE owner = %(owner)s"
+            ask = partial(reader.session.rows, find, parameters)
+            if not (found := self.store.run_outside(ask)):
                 return False
             parameters["id"] = found[0][0]
         lock = session.sql(f"SELECT 1 FROM {table} WHERE {row} FOR UPDATE NOWAIT")

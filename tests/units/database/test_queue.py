@@ -26,8 +26,8 @@ from tests.internals import (
     Waiters,
     backends,
     clock,
-    direct,
     keeper,
+    queue,
     waiters_of,
 )
 
@@ -233,7 +233,7 @@ def test_a_claim_cancelled_just_before_its_grant_is_skipped(
 
     hold = db_lock("stock:7").acquire()
     assert backend.enqueue(mine).position
-    monkeypatch.setattr(backend.holders.direct, "hand_over", lambda *args: None)
+    monkeypatch.setattr(backend.queue, "hand_over", lambda *args: None)
     monkeypatch.setattr(backend.store, "_lock", leaves)
     hold.release()
     monkeypatch.undo()
@@ -245,11 +245,11 @@ def test_a_claim_granted_while_it_queues_is_not_queued_again(
     monkeypatch, threads, in_queue
 ):
     backend = backends["default"]
-    text = direct.JOIN["mysql"]
+    text = queue.JOIN["mysql"]
     pause = " COMMIT; DO GET_LOCK('test', 30); DO RELEASE_LOCK('test'); SELECT"
     paused = text.replace(" COMMIT; SELECT", pause)
     assert paused != text
-    monkeypatch.setitem(direct.JOIN, "mysql", paused)
+    monkeypatch.setitem(queue.JOIN, "mysql", paused)
     holder, waits = claim(), claim()
     assert backend.acquire(holder)
     with connection.cursor() as cursor:

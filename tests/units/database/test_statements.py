@@ -38,11 +38,11 @@ def test_a_lost_race_in_a_transaction_locks_no_row(threads, until, monkeypatch):
         pass
     session, refused = backends["default"].session, threading.Event()
     over, engine = threading.Event(), session.engine
-    late = engine.write.replace(
+    late = engine.update.replace(
         "{condition} FOR UPDATE",
         "{condition} AND pg_advisory_xact_lock(7) IS NOT NULL FOR UPDATE",
     )
-    assert late != engine.write
+    assert late != engine.update
 
     @transaction.atomic
     def lose():
@@ -60,7 +60,7 @@ def test_a_lost_race_in_a_transaction_locks_no_row(threads, until, monkeypatch):
             return cursor.rowcount
 
         cursor.execute("SELECT pg_advisory_lock(7)")
-        patch.setitem(vars(session), "engine", replace(engine, write=late))
+        patch.setitem(vars(session), "engine", replace(engine, update=late))
         session.statement.cache_clear()
         threads(lose)
         until(waits)

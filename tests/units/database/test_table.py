@@ -223,9 +223,9 @@ def test_an_expired_hold_is_not_exchanged():
 def long_queue():
     """Let the leases and heartbeats of the queue outlast a test."""
     patch = pytest.MonkeyPatch()
-    for module in ("table", "database.direct"):
+    for module in ("table", "database.queue"):
         patch.setattr(f"dlocks.backends.{module}.HANDOVER_LEASE", LONG)
-    for module in ("table", "database.direct", "database.store", "database.queue"):
+    for module in ("table", "database.store", "database.queue"):
         patch.setattr(f"dlocks.backends.{module}.HEARTBEAT_TIMEOUT", LONG)
     yield
     patch.undo()
