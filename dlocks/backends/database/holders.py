@@ -10,6 +10,7 @@ import copy
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -71,13 +72,11 @@ class Holders:
             return "end_time = {after:ttl}"
         return "end_time = {greatest}({after:ttl}, {next})"
 
-    def own(
-        self, claims: Sequence[Claim], *, live: bool = True
-    ) -> tuple[str, str, dict[str, Any]]:
+    def own(self, claims: Sequence[Claim]) -> tuple[str, str, dict[str, Any]]:
         """Return the table, the condition and the parameters of the own rows of claims.
 
-        In transaction scope, the row is already written as free. If no clock is
-        trusted, the lease is live for as long as the row is the claim's.
+        In transaction scope, the row is already written as free. A late claim's lease,
+        and any if no clock is trusted, is live for as long as the row is the claim's.
         """
         first, one_of = claims[0], self.session.one_of
         mine, parameters = one_of("owner", [one.owner for one in claims], "owner")
@@ -89,8 +88,8 @@ class Holders:
             table, held = "{locks}", HELD
             if first.scope == "transaction":
                 return table, mine, parameters
-        trusted = live and self.store.observations is None
-        held += f" AND {LIVE}" if trusted else ""
+        if not first.late and self.store.observations is None:
+            held += f" AND {LIVE}"
         return table, f"{mine} AND {held}", parameters
 
     def write(
@@ -98,12 +97,11 @@ class Holders:
         what: str,
         claims: Sequence[Claim],
         *,
-        live: bool = True,
         also: str = "",
         **parameters: Any,
     ) -> int:
         """Change the own rows that are not locked, and return their number."""
-        table, condition, mine = self.own(claims, live=live)
+        table, condition, mine = self.own(claims)
         text = self.session.engine.many(table, what, condition + also)
         sql, ttls = self._with_ttls(self.session.sql(text), claims)
         parameters = mine | ttls | parameters
@@ -126,9 +124,9 @@ class Holders:
             sql = sql.replace("%(ttl)s", f"(CASE{cases} ELSE %(ttl)s END)")
         return sql, parameters
 
-    def left(self, claims: Sequence[Claim], *, live: bool = True) -> dict[str, float]:
+    def left(self, claims: Sequence[Claim]) -> dict[str, float]:
         """Return the seconds left of the leases of claims, by owner."""
-        table, condition, parameters = self.own(claims, live=live)
+        table, condition, parameters = self.own(claims)
         sql = f"SELECT owner, {{left}} FROM {table} WHERE {condition}"
         rows = self.session.rows(sql, parameters)
         return {owner: float(seconds) for owner, seconds in rows}
@@ -177,10 +175,10 @@ class Holders:
         return left
 
     def _renew(self, claims: Sequence[Claim]) -> dict[str, float]:
-        live, ttls = not claims[0].late, {one.owner: one.ttl for one in claims}
+        ttls = {one.owner: one.ttl for one in claims}
         observed = self.store.observations is not None
         try:
-            renewed = self.write(self.renewed(), claims, live=live)
+            renewed = self.write(self.renewed(), claims)
         except RowLockedError:
             if self.session.engine.one_writer:
                 # Another transaction writes. The rows stay unchanged until it has
@@ -195,7 +193,7 @@ class Holders:
             return {owner: left for one in each for owner, left in one.items()}
         # Some claims are lost, or their rows were locked, perhaps by a transaction of
         # this process that pins one. Valid leases are kept.
-        left = self.left(claims, live=live)
+        left = self.left(claims)
         return {
             owner: 0.0 if observed else min(seconds, ttls[owner])
             for owner, seconds in left.items()
@@ -205,14 +203,17 @@ class Holders:
 
     def verify(self, claims: Sequence[Claim], count: int | None = None) -> bool:
         if count is None:
-            return self._verify_all(claims)
+            if any(claim.shared or claim.late for claim in claims):
+                return False
+            held = {owner for some in batches(claims) for owner in self.left(some)}
+            return {claim.owner for claim in claims} <= held
         (claim,) = claims
-        what, live = "hold_count = %(count)s", not claim.late
+        what = "hold_count = %(count)s"
         if claim.late:
             what += f", {self.renewed()}"
 
         def write() -> bool:
-            return self.write(what, claims, live=live, count=count) == 1
+            return self.write(what, claims, count=count) == 1
 
         if claim.scope == "transaction" and not claim.shared:
             # This transaction has locked the row already, unless the server has rolled
@@ -220,22 +221,13 @@ class Holders:
             return write()
         by_clock = self.store.observations is None
         taken_over = by_clock and not self.session.engine.one_writer
-        return self.retried(write, claim, live=live, taken_over=taken_over)
-
-    def _verify_all(self, claims: Sequence[Claim]) -> bool:
-        if any(claim.shared for claim in claims):
-            return False
-        found: dict[str, float] = {}
-        for some in batches(claims):
-            found |= self.left(some)
-        return {claim.owner for claim in claims} <= found.keys()
+        return self.retried(write, claim, taken_over=taken_over)
 
     def retried(
         self,
         write: Callable[[], bool],
         claim: Claim,
         *,
-        live: bool = True,
         taken_over: bool = False,
         left: Callable[[], Mapping[str, float]] | None = None,
     ) -> bool:
@@ -245,7 +237,7 @@ class Holders:
         the lease has expired and an open transaction is taking it over. ``left`` is the
         method of that name, unless another session has to call it.
         """
-        left = left or partial(self.left, [claim], live=live)
+        left = left or partial(self.left, [claim])
         began, remaining = clock.real_now(), 0.0
         for number in itertools.count():
             with suppress(RowLockedError):
@@ -285,12 +277,9 @@ class Holders:
 
     def expire(self, claim: Claim, ago: float) -> bool:
         """Let the lease of a claim have ended some seconds ago."""
-
-        def write() -> bool:
-            what, ended = "end_time = {after:ttl}", -ticks(ago)
-            return self.write(what, [claim], live=False, ttl=ended) == 1
-
-        return self.retried(write, claim, live=False)
+        claim = replace(claim, late=True, ttl=-ago)
+        what = "end_time = {after:ttl}"
+        return self.retried(lambda: self.write(what, [claim]) == 1, claim)
 
     # Release.
 

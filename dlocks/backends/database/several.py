@@ -8,6 +8,7 @@ In every other case it changes nothing, and the caller handles each key by itsel
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from django.db.backends.base.base import BaseDatabaseWrapper
@@ -53,9 +54,6 @@ class Several:
         self.holders = holders
 
     def acquire(self, claims: Sequence[Claim], until: float) -> Sequence[Grant] | None:
-        if not self._are_leases(claims):
-            return None
-
         def work(keys: Sequence[Key]) -> Sequence[Grant] | None:
             for key, claim in zip(keys, claims, strict=True):
                 if key.claims or key.row.waiters or key.row.shares:
@@ -82,19 +80,15 @@ class Several:
                 self.store.write_rows([one.key for one in some], changes)
             return [Grant(token)] * len(claims)
 
-        session = self.store.session.raw
-        grants = self._step(claims, work, until=until)
-        if grants is None and self.store.session.raw is not session:
-            # The reply to a first step may be lost together with the session. It may
-            # have granted what the repeated one has found claimed or locked by others.
+        grants, is_lost = self._step(claims, work, until=until)
+        if grants is None and is_lost:
+            # It may have granted what the repeated one has found claimed or locked by
+            # others.
             for claim in claims:
                 self.holders.release(claim, failed=True, rest_for=0.0)
         return grants
 
     def release(self, claims: Sequence[Claim], *, failed: bool) -> bool:
-        if not self._are_leases(claims):
-            return False
-
         def work(keys: Sequence[Key]) -> bool:
             for key, claim in zip(keys, claims, strict=True):
                 others = key.claims or key.row.waiters
@@ -110,13 +104,11 @@ class Several:
                 self.store.write_rows([one.key for one in some], changes)
             return True
 
-        session, began = self.store.session.raw, clock.now()
+        began = clock.now()
         # If a crash loses it, the leases expire.
-        if self._step(claims, work, flush=False):
-            return True
-        # The reply may be lost together with the session.
-        return self.store.session.raw is not session and all(
-            self.holders.was_released(claim, began) for claim in claims
+        released, is_lost = self._step(claims, work, flush=False)
+        return bool(released) or (
+            is_lost and all(self.holders.was_released(one, began) for one in claims)
         )
 
     def _step(
@@ -124,16 +116,21 @@ class Several:
         claims: Sequence[Claim],
         work: Callable[[Sequence[Key]], T],
         **options: Any,
-    ) -> T | None:
-        try:
-            return self.store.step_all([one.key for one in claims], work, **options)
-        except (RowLockedError, LockStale):
-            return None
+    ) -> tuple[T | None, bool]:
+        """Return the result of a step, and whether the reply to a first one is lost.
 
-    def _are_leases(self, claims: Sequence[Claim]) -> bool:
-        if self.store.deletes:
-            # Its rows are inserted and deleted one by one.
-            return False
+        It may be lost together with the session. The step was then sent again.
+        """
+        # The rows of some strategies are inserted and deleted one by one.
+        if self.store.deletes or not all(map(_is_exclusive_lease, claims)):
+            return None, False
         for claim in claims:
             self.store.refuse_unstorable(claim.key)
-        return not any(one.shared or one.scope == "transaction" for one in claims)
+        session, result = self.store.session.raw, None
+        with suppress(RowLockedError, LockStale):
+            result = self.store.step_all([one.key for one in claims], work, **options)
+        return result, not result and self.store.session.raw is not session
+
+
+def _is_exclusive_lease(claim: Claim) -> bool:
+    return not claim.shared and claim.scope == "lease"

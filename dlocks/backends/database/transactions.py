@@ -165,8 +165,8 @@ class TransactionLocks:
         """Renew a lease in the caller's transaction, whose end unlocks the row."""
         # The row cannot count the claims that join meanwhile. A release has to look.
         self.holders.queue.contended.add(claim.key)
-        holders, live = self.holders.on(database), not claim.late
-        write = partial(holders.write, holders.renewed(), [claim], live=live)
+        holders = self.holders.on(database)
+        write = partial(holders.write, holders.renewed(), [claim])
         engine = holders.session.engine
         if engine.vendor == "mysql":
             # One statement at READ COMMITTED. At another level it finds and locks
@@ -177,7 +177,7 @@ class TransactionLocks:
             level, rolls_back = self.isolation(holders.session)
             if level not in engine.levels:
                 return self._pin_by_primary_key(holders, claim, rolls_back=rolls_back)
-        return holders.retried(lambda: write() == 1, claim, live=live)
+        return holders.retried(lambda: write() == 1, claim)
 
     def _pin_by_primary_key(
         self, holders: Holders, claim: Claim, *, rolls_back: bool
@@ -192,9 +192,9 @@ class TransactionLocks:
         lock a row that changed since (innodb_snapshot_isolation, 11.6). So another
         session reads, except in a TestCase, whose rows it would not see.
         """
-        session, live = holders.session, not claim.late
+        session = holders.session
         reader = holders if self.session.is_alone else self.holders
-        _, condition, parameters = holders.own([claim], live=live)
+        _, condition, parameters = holders.own([claim])
         parameters["ttl"] = ticks(claim.ttl)
         row, table = "key_resource = %(key)s", "{locks} FORCE INDEX (PRIMARY)"
         if claim.shared:
@@ -216,7 +216,7 @@ class TransactionLocks:
                 return False
             return session.ask(renew, parameters).changed == 1
 
-        read = partial(self.store.run_outside, partial(reader.left, [claim], live=live))
+        read = partial(self.store.run_outside, partial(reader.left, [claim]))
         return holders.retried(write, claim, left=read)
 
 
