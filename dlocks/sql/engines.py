@@ -54,7 +54,7 @@ FIRST_CHANNEL = (
 )
 INSERT = (
     "INSERT INTO {locks} (key_resource, status, owner, holder, owner_ip, begin_time,"
-    " end_time, hold_count, version) {values}"
+    " end_time, hold_count, version)"
 )
 VALUES = (
     "%(key)s, %(status)s, %(owner)s, %(holder)s, {owner_ip}, {now}, {after:ttl},"
@@ -235,13 +235,12 @@ class Engine:
         )
         return self.many("{locks}", "", condition, self.unflushed)
 
-    def turns(self, keys: str, owners: str, *, granted: bool) -> str:
+    def turns(self, keys: str, owners: str) -> str:
         """Return the statement that reads the live exclusive holders of keys.
 
-        ``keys`` and ``owners`` are conditions. If ``granted``, only keys that the
-        owners hold are read. Otherwise it also returns, for each key, how many waiters
-        are ahead of the first of the owners, and whether there are some that the row
-        does not count.
+        ``keys`` and ``owners`` are conditions. For each key that the owners do not
+        hold, it also returns how many waiters are ahead of the first of them, and
+        whether there are some that the row does not count.
         """
         queued = (
             "SELECT COUNT(*) FROM {claims} AS queued WHERE queued.key_resource ="
@@ -252,15 +251,13 @@ class Engine:
             f"SELECT MIN(mine.id) FROM {{claims}} AS mine WHERE mine.{owners} AND"
             " mine.key_resource = {locks}.key_resource"
         )
-        ahead = (
-            f"CASE WHEN {owners} THEN 0 ELSE ({queued} AND queued.id < ({first})) END,"
-            f" CASE WHEN NOT {owners} AND ({queued}) > waiters THEN 1 ELSE 0 END"
-        )
-        if granted:
-            keys, ahead = f"{keys} AND {owners}", "0, 0"
         return (
-            f"SELECT key_resource, owner, version, {{left}}, {ahead} FROM {{locks}}"
-            f" WHERE {keys} AND status = 'P' AND shares = 0 AND end_time > {{now}}"
+            "SELECT key_resource, owner, version, {left},"
+            f" CASE WHEN {owners} THEN 0"
+            f" ELSE ({queued} AND queued.id < ({first})) END,"
+            f" CASE WHEN NOT {owners} AND ({queued}) > waiters THEN 1 ELSE 0 END"
+            f" FROM {{locks}} WHERE {keys} AND status = 'P' AND shares = 0 AND end_time"
+            " > {now}"
         )
 
     def packet(self, *statements: str) -> str:
@@ -381,18 +378,12 @@ ENGINES: dict[str, Engine] = {
         delete=f"DELETE FROM {{table}} {UNLOCKED}",
         # An insert that meets a row of an open transaction waits for it, even with ON
         # CONFLICT.
-        insert=(
-            INSERT.replace("{values}", f"VALUES ({VALUES})")
-            + " ON CONFLICT DO NOTHING RETURNING 1"
-        ),
+        insert=f"{INSERT} VALUES ({VALUES}) ON CONFLICT DO NOTHING RETURNING 1",
         insert_wait=INSERT_WAIT,
         create_many=(
-            INSERT.replace(
-                "{values}",
-                f"SELECT one, 'S', '', '', NULL, NULL, {{now}}, 0{INSERT_WAIT},"
-                " {ticks} FROM unnest(%(keys)s::text[]) AS one",
-            )
-            + " ON CONFLICT DO NOTHING RETURNING 1"
+            f"{INSERT} SELECT one, 'S', '', '', NULL, NULL, {{now}}, 0{INSERT_WAIT},"
+            " {ticks} FROM unnest(%(keys)s::text[]) AS one ON CONFLICT DO NOTHING"
+            " RETURNING 1"
         ),
         granted=" RETURNING version",
         returning=" RETURNING 1",
@@ -432,8 +423,8 @@ ENGINES: dict[str, Engine] = {
         delete=_picked(f"{SAFELY}DELETE {{table}} FROM", ""),
         insert=(
             "SET STATEMENT innodb_lock_wait_timeout = 0 FOR "
-            + INSERT.replace("{values}", f"VALUES ({VALUES})")
-            + " ON DUPLICATE KEY UPDATE hold_count = hold_count"
+            f"{INSERT} VALUES ({VALUES}) ON DUPLICATE KEY UPDATE"
+            " hold_count = hold_count"
         ),
         isolation="SELECT @@tx_isolation, @@innodb_rollback_on_timeout",
         fresh=(
@@ -462,12 +453,9 @@ ENGINES: dict[str, Engine] = {
         delete=_picked("DELETE {table} FROM", ""),
         # An insert would wait for a transaction that has locked an existing row.
         insert=(
-            INSERT.replace(
-                "{values}",
-                f"SELECT {VALUES} FROM DUAL WHERE NOT EXISTS (SELECT 1 FROM {{locks}}"
-                " WHERE key_resource = %(key)s FOR SHARE NOWAIT)",
-            )
-            + " ON DUPLICATE KEY UPDATE hold_count = {locks}.hold_count"
+            f"{INSERT} SELECT {VALUES} FROM DUAL WHERE NOT EXISTS (SELECT 1 FROM"
+            " {locks} WHERE key_resource = %(key)s FOR SHARE NOWAIT) ON DUPLICATE KEY"
+            " UPDATE hold_count = {locks}.hold_count"
         ),
         isolation="SELECT @@transaction_isolation",
         fresh="@@transaction_isolation = 'READ-COMMITTED'",
@@ -478,9 +466,7 @@ ENGINES: dict[str, Engine] = {
         vendor="sqlite",
         update="UPDATE {table} SET {what} WHERE {condition}",
         delete="DELETE FROM {table} WHERE {condition}",
-        insert=(
-            INSERT.replace("{values}", f"VALUES ({VALUES})") + " ON CONFLICT DO NOTHING"
-        ),
+        insert=f"{INSERT} VALUES ({VALUES}) ON CONFLICT DO NOTHING",
         greatest="MAX",
         granted=" RETURNING version",
         tell_first=f" RETURNING ({FIRST_CHANNEL})",

@@ -88,8 +88,7 @@ class DatabaseInspector(Inspector):
                 waited=max(0.0, now - row.begin_time.timestamp()),
                 shared=row.shared,
             )
-            for row in found.claims
-            if row.version is None and row.end_time.timestamp() > now
+            for row in found.waiting
         ]
 
     def waiting_claims(self) -> Sequence[WaitingClaim]:
@@ -110,10 +109,7 @@ def _waiting_claims(key: Key) -> Sequence[WaitingClaim]:
     live = held is not None and held.end > at.now
     shared_by = tuple(one.claim.owner for one in key.state.shares if one.end > at.now)
     alone_before, found = False, []
-    for row in key.claims:
-        left = row.end_time.timestamp() - at.now
-        if row.version is not None or left <= 0:
-            continue
+    for row in key.waiting:
         alone_before |= not row.shared
         if row.holding:
             found.append(
@@ -124,7 +120,7 @@ def _waiting_claims(key: Key) -> Sequence[WaitingClaim]:
                     owner_ip=row.owner_ip,
                     key=row.key_resource,
                     waited=max(0.0, at.now - row.begin_time.timestamp()),
-                    silent=HEARTBEAT_TIMEOUT - left,
+                    silent=HEARTBEAT_TIMEOUT + at.now - row.end_time.timestamp(),
                     holding=tuple(HeldKey(*one) for one in json.loads(row.holding)),
                     permits=row.permits,
                     needs_all=alone_before,

@@ -252,8 +252,8 @@ class Queue:
         """Add the tickets of claims whose key has a live exclusive holder.
 
         Return the other claims. This is the usual answer to a notification and to a
-        heartbeat, and costs one plain statement, or two. A heartbeat has found
-        ``heard`` of the claims in the queue.
+        heartbeat, and costs one plain statement. A heartbeat has found ``heard`` of the
+        claims in the queue.
         """
         if self.store.observations is not None:
             return claims
@@ -262,13 +262,9 @@ class Queue:
         names = list(dict.fromkeys(claim.key for claim in claims))
         keys, parameters = session.one_of("key_resource", names, "key")
         owners, more = session.one_of("owner", [one.owner for one in claims], "owner")
-        heads: dict[str, Sequence[Any]] = {}
-        # A notification usually says that it is the turn of the only claim.
-        for granted in (True, False) if heard is None else (False,):
-            if len(heads) < len(names):
-                sql = session.sql(session.engine.turns(keys, owners, granted=granted))
-                reply = session.unlocked(session.prepared, sql, parameters | more)
-                heads |= {key: head for key, *head in reply.rows}
+        sql = session.sql(session.engine.turns(keys, owners))
+        found = session.unlocked(session.prepared, sql, parameters | more)
+        heads = {key: head for key, *head in found.rows}
         owned = sum(heads.get(one.key, [""])[0] == one.owner for one in claims)
         # Otherwise some have left the queue, or other transactions have locked them.
         all_wait = heard is None or heard + owned >= len(claims)

@@ -59,6 +59,16 @@ class Key:
         return len(self.state.live(self.at)) > waiters
 
     @property
+    def waiting(self) -> list[Any]:
+        """The rows of the queued claims with a recent heartbeat, in their order."""
+        now = self.at.now
+        return [
+            row
+            for row in self.claims
+            if row.version is None and row.end_time.timestamp() > now
+        ]
+
+    @property
     def is_silent(self) -> bool:
         """Return whether the key is kept for a transaction, which may not notify."""
         return self.state.is_released and not self.is_free
