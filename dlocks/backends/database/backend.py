@@ -35,13 +35,14 @@ from dlocks.backends.database.state import Observations, rounded
 from dlocks.backends.database.store import NOTHING, ROW_WAIT, Store
 from dlocks.backends.database.transactions import TransactionLocks
 from dlocks.backends.notifiers import Notifier
-from dlocks.exceptions import LockBackendError, LockStale
+from dlocks.exceptions import LockBackendError, LockNotAwaitable, LockStale
 from dlocks.runtime.clock import FOREVER
 from dlocks.runtime.pools import is_pooled
 from dlocks.sql.clock import ticks
 from dlocks.sql.engines import refuse_lost
+from dlocks.text import permits_taken
 from dlocks.transactions import how_to_autocommit, in_testcase
-from dlocks.values import Claim, Grant, Holder, Ticket, seconds
+from dlocks.values import UNLIMITED, Claim, Grant, Holder, Ticket, seconds
 
 
 class DatabaseBackend(Backend):
@@ -232,8 +233,19 @@ class DatabaseBackend(Backend):
             if not kept and self._is_stale(claim.key):
                 raise LockStale(key=claim.key, holder=self.holder(claim.key))
         if claim.scope == "transaction" and self.session.engine.one_writer:
+            # No other caller can release the key.
             holder = self.holder(claim.key)
-            self.transactions.refuse_wait(claim, holder, self.inspector.sharers)
+            who = f"held by {holder or 'another caller'}"
+            if claim.permits < UNLIMITED:
+                shared, waiting = self.inspector.sharers(claim.key)
+                who = permits_taken(claim.permits, shared, waiting) if shared else who
+            raise LockNotAwaitable(
+                f"{claim.key!r} cannot be waited for inside a transaction: {who}."
+                " SQLite has one writer, so its holder cannot release it before this"
+                " transaction ends. Acquire the lock before the transaction.",
+                key=claim.key,
+                holder=holder,
+            )
 
     def _is_stale(self, key: str) -> bool:
         found = self.store.peek(key)

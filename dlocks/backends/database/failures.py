@@ -36,23 +36,18 @@ def failure_of(
         f"A lock request to database {database!r} failed:"
         f" {type(error).__name__}: {error}"
     )
+    code = None if engine is None else engine.code_of(error)
+    # The server has refused to carry out the statement, for a reason with a way out.
+    advice = ""
     if is_unmigrated(error):
-        what = f"{what.rstrip()}. {how_to_migrate(database)}"
-    elif engine is not None and engine.code_of(error) in engine.read_only:
-        settings = engine.read_only_settings
-        what = f"{what.rstrip()}. The session cannot write: {settings}."
-    elif engine is not None and engine.code_of(error) in engine.denied:
-        what = f"{what.rstrip()}. {engine.denied_advice}"
-    failure = LockBackendError(what)
-    failure.changed_nothing = not was_sent or is_refused(error, engine)
+        advice = how_to_migrate(database)
+    elif engine is not None and code in engine.read_only:
+        advice = f"The session cannot write: {engine.read_only_settings}."
+    elif engine is not None and code in engine.denied:
+        advice = engine.denied_advice
+    failure = LockBackendError(f"{what.rstrip()}. {advice}" if advice else what)
+    failure.changed_nothing = bool(advice) or not was_sent
     return failure
-
-
-def is_refused(error: Error, engine: Engine | None) -> bool:
-    """Return whether the server has refused to carry out the statement."""
-    if engine is not None and engine.code_of(error) in engine.read_only | engine.denied:
-        return True
-    return is_unmigrated(error)
 
 
 def how_to_migrate(database: str) -> str:

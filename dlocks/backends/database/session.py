@@ -32,7 +32,6 @@ from dlocks.backends.database.failures import (
     how_to_migrate,
     interrupt_in,
     is_in_statement,
-    is_refused,
     not_installed,
 )
 from dlocks.backends.database.limits import writer_limits
@@ -421,7 +420,7 @@ class Session:
                 elif not reconnected and self._is_lost(connection, session, error):
                     reconnected = True
                     # The server may have carried it out before the loss.
-                    may_have_run = not is_refused(error, self.engine)
+                    may_have_run = not self.failure(error).changed_nothing
                 else:
                     self._drop_half_made(connection)
                     failure = self.failure(error)

@@ -23,10 +23,9 @@ from dlocks.backends.database.holders import Holders
 from dlocks.backends.database.session import RowLockedError, Session
 from dlocks.backends.database.store import Store
 from dlocks.backends.table import KeyState, Moment
-from dlocks.exceptions import LockNotAwaitable, LockStale
+from dlocks.exceptions import LockStale
 from dlocks.sql.clock import ticks
-from dlocks.text import permits_taken
-from dlocks.values import UNLIMITED, Claim, Grant, Holder
+from dlocks.values import Claim, Grant
 
 # Attempts to acquire a key that appears to be free, per call.
 FREE_TRIES = 3
@@ -132,20 +131,6 @@ class TransactionLocks:
         """
         level, *rolls_back = session.rows(session.engine.isolation, {})[0]
         return str(level).upper().replace("-", " "), any(rolls_back)
-
-    def refuse_wait(self, claim: Claim, holder: Holder | None, sharers: Any) -> None:
-        """Raise LockNotAwaitable, since no other caller can release the key."""
-        who = f"held by {holder or 'another caller'}"
-        if claim.permits < UNLIMITED:
-            shared, waiting = sharers(claim.key)
-            who = permits_taken(claim.permits, shared, waiting) if shared else who
-        raise LockNotAwaitable(
-            f"{claim.key!r} cannot be waited for inside a transaction: {who}."
-            " SQLite has one writer, so its holder cannot release it before this"
-            " transaction ends. Acquire the lock before the transaction.",
-            key=claim.key,
-            holder=holder,
-        )
 
     def release(self, claim: Claim, status: str, rest_for: float) -> bool:
         """Write the row as it is to be after the commit, and notify the next waiter."""
