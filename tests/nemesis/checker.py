@@ -179,6 +179,8 @@ class History:
                 turn.until = turn.got + remaining
             elif kind == "held":
                 turn.until = max(turn.until, rest[0] + rest[1])
+                # A renewal that was late restores a lease that nobody has taken.
+                turn.lost = FOREVER
             elif kind == "lost":
                 turn.lost = min(turn.lost, rest[0])
             elif kind == "end":

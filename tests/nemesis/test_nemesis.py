@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from contextlib import nullcontext
 
@@ -170,6 +171,27 @@ def test_the_checker_detects_a_deadlock_that_is_not_reported():
     # Another worker got the key, and its last holder did not know of that yet.
     first.until = 2.5
     assert not violations(first, waits, *second, turn(3, 2.6, 9.0, 3, key="a"))
+
+
+@pytest.mark.front
+@pytest.mark.parametrize(
+    ("then", "found"),
+    [(["held", 1, 4.1, 1.4], False), (["end", 1, 4.1], True)],
+    ids=["renewed late", "lost for good"],
+)
+def test_a_lease_that_was_renewed_late_is_part_of_a_deadlock(tmp_path, then, found):
+    """Its process was stopped, and asks for a key before the renewal."""
+    policy = ["x", "lease", 0, 1.5, "default", 15.0]
+    stopped = [["ask", 1, 1.0, "a", *policy], ["got", 1, 1.1, 1, 1.4]]
+    stopped += [["lost", 1, 2.9], ["ask", 2, 3.0, "b", *policy]]
+    stopped += [["no", 2, 4.0, "LockDeadlock"], then]
+    other = [["ask", 1, 1.2, "b", *policy], ["got", 1, 1.3, 2, 9.0]]
+    other += [["ask", 2, 1.4, "a", *policy]]
+    for pid, events in enumerate((stopped, other)):
+        lines = map(json.dumps, events)
+        (tmp_path / f"worker-{pid}-{pid}.history").write_text("\n".join(lines))
+    (tmp_path / "campaign.history").touch()
+    assert ("refused" in violations(*History.read(tmp_path).turns)) is found
 
 
 @pytest.mark.front
