@@ -1,1 +1,1 @@
-"""The SQL of the engines, their clocks, character sets and schemas."""
+"""The SQL of the engines, their clocks and schemas."""

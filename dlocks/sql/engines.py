@@ -97,9 +97,9 @@ class Engine:
     fresh: str = ""
     # The isolation levels of such transactions.
     levels: frozenset[str] = frozenset({"READ COMMITTED"})
-    # Returns the channel of the first waiter, or notifies it when the caller's
-    # transaction commits. Where it is empty, a second statement returns the channel.
-    tell_first: str = ""
+    # The end of an UPDATE that returns the channel of the first waiter. Where it is
+    # empty, a second statement returns it.
+    first_channel: str = ""
     # The settings by which a session is ended that idles in a transaction.
     idle: tuple[str, ...] = ()
     # The setting by which the reads of the next transaction lock nothing.
@@ -204,11 +204,11 @@ class Engine:
         """Return the statement that writes what a commit makes of the row.
 
         Claims that joined while the row was locked could not be counted in it. It
-        returns the channel of the first waiter, unless it has notified that.
+        returns the channel of the first waiter.
         """
         what = f"{RELEASE}, waiters = {WAITERS}"
-        if self.tell_first:
-            return self.one(what, MINE, self.tell_first)
+        if self.first_channel:
+            return self.one(what, MINE, self.first_channel)
         first = (
             f"SELECT ({FIRST_CHANNEL}) FROM {{locks}} WHERE key_resource = %(key)s AND"
             " owner = %(owner)s AND hold_count = 0"
@@ -396,10 +396,7 @@ ENGINES: dict[str, Engine] = {
         ),
         # It treats READ UNCOMMITTED as READ COMMITTED.
         levels=frozenset({"READ COMMITTED", "READ UNCOMMITTED"}),
-        tell_first=(
-            f" RETURNING (SELECT pg_notify(channel, '') FROM ({FIRST_CHANNEL}) AS told"
-            " WHERE channel <> '')"
-        ),
+        first_channel=f" RETURNING ({FIRST_CHANNEL})",
         locked=frozenset({"55P03"}),  # lock_not_available
         # serialization_failure, deadlock_detected
         lost_race=frozenset({"40001", "40P01"}),
@@ -469,7 +466,7 @@ ENGINES: dict[str, Engine] = {
         insert=f"{INSERT} VALUES ({VALUES}) ON CONFLICT DO NOTHING",
         greatest="MAX",
         granted=" RETURNING version",
-        tell_first=f" RETURNING ({FIRST_CHANNEL})",
+        first_channel=f" RETURNING ({FIRST_CHANNEL})",
         locked=frozenset({"locked", "old snapshot"}),
         # A step is tried again. The transaction of a caller stays as it is.
         read_only=frozenset({"old snapshot"}),

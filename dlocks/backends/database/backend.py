@@ -30,7 +30,6 @@ from dlocks.backends.database.maintenance import Maintenance
 from dlocks.backends.database.notify import Notifications
 from dlocks.backends.database.queue import Queue
 from dlocks.backends.database.session import RowLockedError, Session
-from dlocks.backends.database.several import Several
 from dlocks.backends.database.state import Observations, rounded
 from dlocks.backends.database.store import NOTHING, ROW_WAIT, Store
 from dlocks.backends.database.transactions import TransactionLocks
@@ -126,7 +125,6 @@ class DatabaseBackend(Backend):
         self.contended = self.queue.contended
         self.holders = Holders(self.store, self.queue)
         self.transactions = TransactionLocks(self.store, self.holders, self.take)
-        self.several = Several(self.store, self.holders)
         self.keepers = Keepers(self.store)
         self.maintenance = Maintenance(self.store, self.keepers)
         self.records = HistoryTable(self.store)
@@ -254,7 +252,7 @@ class DatabaseBackend(Backend):
     def acquire_all(
         self, claims: Sequence[Claim], *, until: float = FOREVER
     ) -> Sequence[Grant] | None:
-        return self.several.acquire(claims, until)
+        return self.holders.acquire_all(claims, until)
 
     def exchange(self, claim: Claim, successor: Claim) -> Grant | None:
         return self.holders.exchange(claim, successor)
@@ -292,7 +290,7 @@ class DatabaseBackend(Backend):
             raise RuntimeError(f"{claim.key!r} is no longer held by {claim.holder}.")
 
     def release_all(self, claims: Sequence[Claim], *, failed: bool = False) -> bool:
-        return self.several.release(claims, failed=failed)
+        return self.holders.release_all(claims, failed=failed)
 
     # The queue.
 

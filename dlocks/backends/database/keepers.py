@@ -1,7 +1,7 @@
 """Which rows open transactions keep, and the sessions of those transactions.
 
 The committed row of a key that a transaction holds is free. PostgreSQL shows without a
-lock which rows are locked (``dlocks.sql.locked_rows``). Elsewhere a probe has to lock
+lock which rows are locked (``IN_TRANSACTION``). Elsewhere a probe has to lock
 them, which may be in the way of a caller. So for what people read, a probe covers only
 keys that have waiters and no lease, and expired leases. A process sends at most one of
 each a second, and none on a replica. MySQL needs no probe for the former where its user
@@ -21,12 +21,16 @@ from typing import Any, NamedTuple, TypeVar
 from django.db.models import Q
 
 from dlocks.backends.database.session import RowLockedError
-from dlocks.backends.database.state import Key
+from dlocks.backends.database.state import (
+    IN_TRANSACTION,
+    IS_IN_TRANSACTION,
+    LOCKED_BY,
+    Key,
+)
 from dlocks.backends.database.store import NOTHING, Store
 from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
 from dlocks.sql.clock import Now
-from dlocks.sql.locked_rows import IN_TRANSACTION, IS_IN_TRANSACTION, LOCKED_BY
 from dlocks.values import Holder, Kept
 
 A = TypeVar("A")

@@ -95,7 +95,7 @@ class Notifications:
         """Let PostgreSQL notify processes on other hosts with the next commit."""
         if self.session.engine.vendor == "postgresql":
             for channel in channels:
-                if channel and not is_same_host(channel):
+                if not is_same_host(channel):
                     sql = "SELECT pg_notify(%(channel)s, '')"
                     self.session.execute(sql, {"channel": channel})
 

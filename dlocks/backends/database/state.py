@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import codecs
 import json
+import re
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
+
+from django.db.models import BigIntegerField, BooleanField
+from django.db.models.expressions import RawSQL
 
 from dlocks.backends import table as rules
 from dlocks.backends.database.failures import not_installed
@@ -25,6 +30,25 @@ MOMENT = 0.001
 BATCH = 500
 # Rows that a process remembers. A forgotten row is observed from the start again.
 REMEMBERED = 10_000
+# ``xmax`` of a row on PostgreSQL is the transaction that has locked, updated or deleted
+# it. It is read without a lock. If several have locked it, ``xmax`` is the number of a
+# MultiXact, which no public function looks up. Such a row counts as unlocked.
+# The 64 bits of a transaction whose number has 32, next to the current one.
+_NOW = "pg_snapshot_xmax(pg_current_snapshot())::text::bigint"
+_WHOLE = (
+    f"GREATEST(3, {_NOW} + ((xmax::text::bigint - {_NOW} + 2147483648) & 4294967295) -"
+    " 2147483648)"
+)
+# Whether a transaction that is in progress has locked the row. pg_xact_status() raises
+# an error for a number that was not assigned yet, as that of a MultiXact may be.
+IN_TRANSACTION = (
+    "CASE WHEN xmax <> '0' AND age(xmax) > 0 THEN"
+    f" COALESCE(pg_xact_status({_WHOLE}::text::xid8) = 'in progress', FALSE) ELSE FALSE"
+    " END"
+)
+# The same as an expression, and the transaction that has locked the row.
+IS_IN_TRANSACTION = RawSQL(IN_TRANSACTION, (), BooleanField())  # noqa: S611 (a constant)
+LOCKED_BY = RawSQL("xmax::text::bigint", (), BigIntegerField())
 # The ticket of a claim whose turn has come, in a transaction that it has to begin.
 RESERVED = Ticket(must_retry=True, position=0, next_check=0.1)
 
@@ -143,6 +167,40 @@ def to_text(holding: Iterable[Any]) -> str:
         # The deadlock may then stay unnoticed, and end by a timeout.
         holding = holding[: len(holding) // 2]
     return text if holding else ""
+
+
+def fitted(text: str, connection: Any) -> str:
+    """Return a text with the characters escaped that the connection cannot send."""
+    raw = connection.connection
+    if connection.vendor == "postgresql":
+        # The server sends the encoding of the database when a session begins. SQL_ASCII
+        # stores the bytes as they are, and the session sends UTF-8.
+        encoding = raw.info.parameter_status("server_encoding") or "UTF8"
+        if encoding in {"UTF8", "SQL_ASCII"}:
+            return text
+        return escape_unencodable(text, encoding)
+    if connection.vendor == "mysql":
+        # The columns are in utf8mb4, but the session has a character set of its own.
+        charset = raw.character_set_name()
+        if charset in {"utf8", "utf8mb3"}:
+            return "".join(
+                one if ord(one) <= 0xFFFF else escape_unencodable(one, "ascii")
+                for one in text
+            )
+        return text if charset == "utf8mb4" else escape_unencodable(text, charset)
+    return escape_unencodable(text, "utf-8")
+
+
+def escape_unencodable(text: str, charset: str) -> str:
+    """Return a text in which characters outside a character set are escaped."""
+    # For some encodings, Python has other names than PostgreSQL.
+    name = re.sub("(?i)^win(?=[0-9])", "cp", charset)
+    name = re.sub("(?i)^koi8(?=[ru]$)", "koi8-", name)
+    try:
+        codec = codecs.lookup(name).name
+    except LookupError:
+        codec = "ascii"
+    return text.encode(codec, "backslashreplace").decode(codec)
 
 
 class Observations:

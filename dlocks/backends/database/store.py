@@ -22,11 +22,13 @@ from dlocks.backends.database.failures import unusable
 from dlocks.backends.database.notify import Notifications
 from dlocks.backends.database.session import RowLockedError, Session, StepError
 from dlocks.backends.database.state import (
+    IS_IN_TRANSACTION,
     MOMENT,
     Key,
     Observations,
     Reader,
     batches,
+    fitted,
     is_unused,
     models,
     to_text,
@@ -34,9 +36,7 @@ from dlocks.backends.database.state import (
 from dlocks.backends.table import Held, KeyState
 from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
-from dlocks.sql.charset import fitted
 from dlocks.sql.clock import After, At, Now, ticks
-from dlocks.sql.locked_rows import IS_IN_TRANSACTION
 from dlocks.values import Claim, Ticket
 
 T = TypeVar("T")

@@ -141,7 +141,9 @@ class TransactionLocks:
         rows: Sequence[Any] = ()
         with suppress(RowLockedError):
             rows = self.session.send("release_on_commit", parameters, True).rows
-        self.store.notifications.send({channel for (channel,) in rows if channel})
+        channels = {channel for (channel,) in rows if channel}
+        self.session.unlocked(self.store.notifications.notify, channels)
+        self.store.notifications.send(channels)
         return bool(rows)
 
     # Guards.
