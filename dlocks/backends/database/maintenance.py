@@ -14,7 +14,7 @@ from dlocks.backends import table as rules
 from dlocks.backends.database.keepers import PAGE, Keepers
 from dlocks.backends.database.session import RowLockedError
 from dlocks.backends.database.state import Key
-from dlocks.backends.database.store import DELETE_AFTER, Store
+from dlocks.backends.database.store import Store
 from dlocks.backends.table import KeyState, Moment
 from dlocks.exceptions import LockBackendError
 from dlocks.sql.clock import After, Ticks
@@ -116,23 +116,15 @@ class Maintenance:
         after = self.store.read([key]).get(key)
         return after is None or not exists(after)
 
-    def tidy(self, key: str) -> tuple[int, int]:
+    def tidy(self, key: str) -> int:
         """Delete the ended shared holds and the dead claims of a key.
 
-        The queue advances. Return the number of shared holds and of claims that were
-        deleted. Both are zero if the key is locked by a transaction.
+        The queue advances. Return the number of shared holds that were deleted, which
+        is zero if the key is locked by a transaction.
         """
-
-        def rule(state: KeyState, at: Moment) -> tuple[KeyState, tuple[int, int]]:
-            forgotten = at.now - max(DELETE_AFTER, self.store.grace)
-            queue = tuple(one for one in state.queue if one.end > forgotten)
-            dead = len(state.queue) - len(queue)
-            after, ended = rules.tidy(replace(state, queue=queue), at)
-            return after, (ended, dead)
-
         with suppress(RowLockedError):
-            return self.store.step(key, rule)[0]
-        return 0, 0
+            return self.store.step(key, rules.tidy)[0]
+        return 0
 
     # Operations on all keys, in batches.
 
@@ -159,11 +151,11 @@ class Maintenance:
             return
         counted = self.store.locks.filter(Q(waiters__gt=0) | Q(shares__gt=0))
         for page in self._under_prefix(counted.values_list("pk")):
-            yield sum(self.tidy(key)[0] for (key,) in page)
+            yield sum(self.tidy(key) for (key,) in page)
         # The remaining claims are not counted, or have no lock row.
         for page in self._pages(claims.filter(**expired)):
             keys = {key for _, key in page if key.startswith(self.store.prefix())}
-            yield sum(self.tidy(key)[0] for key in sorted(keys))
+            yield sum(self.tidy(key) for key in sorted(keys))
 
     def purge(self, idle_for: float, *, dry_run: bool = False) -> Iterator[int]:
         """Delete the rows of keys that have been free for ``idle_for`` seconds.

@@ -22,8 +22,6 @@ from dlocks.backends.base import HANDOVER_LEASE
 from dlocks.backends.database.holders import Holders
 from dlocks.backends.database.session import RowLockedError, Session
 from dlocks.backends.database.store import Store
-from dlocks.backends.table import KeyState, Moment
-from dlocks.exceptions import LockStale
 from dlocks.sql.clock import ticks
 from dlocks.values import Claim, Grant
 
@@ -62,15 +60,18 @@ class TransactionLocks:
             elif not key.is_free:
                 break
             else:
-                step = partial(self.store.step, claim.key, _make_room, claim)
+                # Reserve it, unless earlier waiters come first. The step ends a stale
+                # hold, and the claim's place in the queue.
+                brief = replace(claim, ttl=min(claim.ttl, HANDOVER_LEASE))
+                step = partial(self.store.step, claim.key, rules.acquire, brief)
                 try:
-                    ended, _key = self.store.run_outside(step)
+                    grant, _ = self.store.run_outside(step)
                 except RowLockedError:
                     # A transaction holds the key.
                     break
-                if ended is None:
+                if grant is None:
                     break
-                takeover |= ended
+                takeover |= grant.takeover
         return None
 
     def _take_or_undo(self, claim: Claim) -> int | None:
@@ -205,29 +206,6 @@ class TransactionLocks:
 
         read = partial(self.store.run_outside, partial(reader.left, [claim]))
         return holders.retried(write, claim, left=read)
-
-
-def _make_room(
-    state: KeyState, claim: Claim, at: Moment
-) -> tuple[KeyState, bool | None]:
-    """Let earlier waiters go first, and end a stale hold that the claim takes over.
-
-    Return whether a hold was ended, or None if the key is not free for the claim. For a
-    queued claim, the key is reserved, which ends its place in the queue.
-    """
-    if claim.queued:
-        brief = replace(claim, ttl=min(claim.ttl, HANDOVER_LEASE))
-        state, grant = rules.acquire(state, brief, at)
-        return state, None if grant is None else grant.takeover
-    state = rules.admit(state, at) if claim.fair else rules.tidy(state, at)[0]
-    if state.expires_in(at) > 0 or (claim.fair and state.live(at)):
-        return state, None
-    if not state.is_held:
-        state = rules.tidy(state, at)[0]
-        return state, None if state.shares else False
-    if not claim.takeover:
-        raise LockStale(key=claim.key, holder=rules.holder(state, claim.key, at))
-    return rules.clear(state, state.version, at)[0], True
 
 
 class _NothingGrantedError(Exception):
