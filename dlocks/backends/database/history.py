@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dlocks.backends.database.state import models
 from dlocks.backends.database.store import Store
 from dlocks.exceptions import LockBackendError
 from dlocks.sql.clock import After
@@ -41,9 +42,7 @@ class HistoryTable:
 
     @property
     def records(self) -> Any:
-        from dlocks.models import HoldRecord
-
-        return HoldRecord.objects.using(self.session.database)
+        return models().HoldRecord.objects.using(self.session.database)
 
     def remember(self, finished: Sequence[EndedHold], now: float) -> None:
         """Write ended holds to the history table.
@@ -81,11 +80,8 @@ class HistoryTable:
         Delete in batches, and yield the number of records in each batch. With
         ``dry_run``, only count them.
         """
-        from dlocks.models import under
-
-        old = self.records.filter(
-            under(self.store.prefix()), end_time__lte=After(-older_than)
-        )
+        mine = models().under(self.store.prefix())
+        old = self.records.filter(mine, end_time__lte=After(-older_than))
         if dry_run:
             yield self.session.unlocked(old.count)
             return

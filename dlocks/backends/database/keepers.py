@@ -26,6 +26,7 @@ from dlocks.backends.database.state import (
     IS_IN_TRANSACTION,
     LOCKED_BY,
     Key,
+    models,
 )
 from dlocks.backends.database.store import NOTHING, Store
 from dlocks.exceptions import LockBackendError
@@ -106,14 +107,11 @@ class Keepers:
         with the leases that expired last. Only what PostgreSQL shows is returned if the
         database user may not lock rows.
         """
-        locks, claims = self.store.locks, self.store.claims
-        if keys is not None:
-            locks = locks.filter(pk__in=keys)
-            claims = claims.filter(key_resource__in=keys)
-        elif prefix := self.store.prefix():
-            from dlocks.models import under
-
-            locks, claims = locks.filter(under(prefix)), claims.filter(under(prefix))
+        if keys is None:
+            mine = models().under(self.store.prefix())
+        else:
+            mine = Q(key_resource__in=keys)
+        locks, claims = self.store.locks.filter(mine), self.store.claims.filter(mine)
         stale: Iterable[str]
         transactions: Mapping[str, Holder] = {}
         if self.finds_all:

@@ -299,7 +299,8 @@ class Queue:
                 # A claim without ``takeover`` waits for the transaction too.
                 unnotified = silent and not leased
                 ticket = replace(ticket, unnotified=unnotified, must_retry=False)
-            elif key.is_silent:
+            elif key.state.is_released and not key.is_free:
+                # It is kept for a transaction, whose end may not notify.
                 ticket = replace(ticket, unnotified=silent)
             tickets[claim.owner] = ticket
         return tickets
@@ -308,11 +309,11 @@ class Queue:
         self, name: str, key: Key | None, mine: Sequence[Claim], heartbeat: bool
     ) -> tuple[Key | None, bool]:
         """Return a key after a step, if it needs one, and whether its row is locked."""
-        if key is not None and not (
-            key.can_advance or (heartbeat and key.has_uncounted)
-        ):
+        if key is not None and not key.can_advance:
             tickets = filter(None, map(key.ticket, mine))
-            if not any(one.must_retry and one is not RESERVED for one in tickets):
+            retry = any(one.must_retry and one is not RESERVED for one in tickets)
+            uncounted = heartbeat and len(key.state.live(key.at)) > key.row.waiters
+            if not (retry or uncounted):
                 return key, False
         # Its holder may have died. Or a transaction keeps its expired lease.
         try:

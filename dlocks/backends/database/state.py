@@ -77,25 +77,10 @@ class Key:
         return rules.admit(self.state, self.at).version > self.state.version
 
     @property
-    def has_uncounted(self) -> bool:
-        """Return whether claims wait that the row does not count."""
-        waiters: int = self.row.waiters
-        return len(self.state.live(self.at)) > waiters
-
-    @property
     def waiting(self) -> list[Any]:
         """The rows of the queued claims with a recent heartbeat, in their order."""
-        now = self.at.now
-        return [
-            row
-            for row in self.claims
-            if row.version is None and row.end_time.timestamp() > now
-        ]
-
-    @property
-    def is_silent(self) -> bool:
-        """Return whether the key is kept for a transaction, which may not notify."""
-        return self.state.is_released and not self.is_free
+        rows = (row for row in self.claims if row.version is None)
+        return [row for row in rows if row.end_time.timestamp() > self.at.now]
 
     def is_reserved_for(self, claim: Claim) -> bool:
         """Return whether the key waits for the transaction of this claim."""
