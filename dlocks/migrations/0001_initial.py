@@ -2,7 +2,7 @@ from typing import Any
 
 from django.db import migrations, models
 
-import dlocks.fields
+from dlocks import fields
 
 
 def set_storage(apps: Any, schema_editor: Any) -> None:
@@ -48,7 +48,7 @@ class Migration(migrations.Migration):
             fields=[
                 (
                     "key_resource",
-                    dlocks.fields.KeyField(
+                    fields.KeyField(
                         max_length=255,
                         primary_key=True,
                         serialize=False,
@@ -69,7 +69,7 @@ class Migration(migrations.Migration):
                 ),
                 (
                     "owner",
-                    dlocks.fields.OwnerField(
+                    fields.OwnerField(
                         help_text="The secret, random identity of one hold.",
                         max_length=32,
                         verbose_name="owner",
@@ -77,7 +77,7 @@ class Migration(migrations.Migration):
                 ),
                 (
                     "holder",
-                    dlocks.fields.UnicodeField(
+                    fields.UnicodeField(
                         help_text="Host, process, thread or task, and note.",
                         max_length=255,
                         verbose_name="holder",
@@ -87,11 +87,8 @@ class Migration(migrations.Migration):
                     "owner_ip",
                     models.GenericIPAddressField(null=True, verbose_name="owner IP"),
                 ),
-                (
-                    "begin_time",
-                    dlocks.fields.ClockField(null=True, verbose_name="begin time"),
-                ),
-                ("end_time", dlocks.fields.ClockField(verbose_name="end time")),
+                ("begin_time", fields.ClockField(null=True, verbose_name="begin time")),
+                ("end_time", fields.ClockField(verbose_name="end time")),
                 (
                     "hold_count",
                     models.PositiveIntegerField(default=0, verbose_name="hold count"),
@@ -131,26 +128,20 @@ class Migration(migrations.Migration):
             name="LockClaim",
             fields=[
                 ("id", models.BigAutoField(primary_key=True, serialize=False)),
-                (
-                    "key_resource",
-                    dlocks.fields.KeyField(max_length=255, verbose_name="key"),
-                ),
+                ("key_resource", fields.KeyField(max_length=255, verbose_name="key")),
                 (
                     "owner",
-                    dlocks.fields.ClaimOwnerField(
+                    fields.ClaimOwnerField(
                         max_length=32, unique=True, verbose_name="owner"
                     ),
                 ),
-                (
-                    "holder",
-                    dlocks.fields.UnicodeField(max_length=255, verbose_name="holder"),
-                ),
+                ("holder", fields.UnicodeField(max_length=255, verbose_name="holder")),
                 (
                     "owner_ip",
                     models.GenericIPAddressField(null=True, verbose_name="owner IP"),
                 ),
-                ("begin_time", dlocks.fields.ClockField(verbose_name="begin time")),
-                ("end_time", dlocks.fields.ClockField(verbose_name="end time")),
+                ("begin_time", fields.ClockField(verbose_name="begin time")),
+                ("end_time", fields.ClockField(verbose_name="end time")),
                 ("version", models.BigIntegerField(null=True, verbose_name="version")),
                 (
                     "hold_count",
@@ -191,7 +182,7 @@ class Migration(migrations.Migration):
                 ),
                 (
                     "holding",
-                    dlocks.fields.HoldingField(
+                    fields.HoldingField(
                         blank=True,
                         help_text="The keys that a waiting caller holds, as JSON.",
                         verbose_name="holding",
@@ -211,15 +202,9 @@ class Migration(migrations.Migration):
             name="HoldRecord",
             fields=[
                 ("id", models.BigAutoField(primary_key=True, serialize=False)),
-                (
-                    "key_resource",
-                    dlocks.fields.KeyField(max_length=255, verbose_name="key"),
-                ),
+                ("key_resource", fields.KeyField(max_length=255, verbose_name="key")),
                 ("token", models.BigIntegerField(verbose_name="token")),
-                (
-                    "holder",
-                    dlocks.fields.UnicodeField(max_length=255, verbose_name="holder"),
-                ),
+                ("holder", fields.UnicodeField(max_length=255, verbose_name="holder")),
                 (
                     "owner_ip",
                     models.GenericIPAddressField(null=True, verbose_name="owner IP"),
@@ -240,8 +225,8 @@ class Migration(migrations.Migration):
                         verbose_name="waited",
                     ),
                 ),
-                ("begin_time", dlocks.fields.ClockField(verbose_name="begin time")),
-                ("end_time", dlocks.fields.ClockField(verbose_name="end time")),
+                ("begin_time", fields.ClockField(verbose_name="begin time")),
+                ("end_time", fields.ClockField(verbose_name="end time")),
                 (
                     "ending",
                     models.CharField(

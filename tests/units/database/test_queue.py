@@ -267,27 +267,6 @@ def test_a_claim_granted_while_it_queues_is_not_queued_again(
     assert backend.release(waits)
 
 
-@pytest.mark.engine("postgresql", "mariadb", "mysql")
-def test_an_insert_is_retried_while_its_new_row_is_locked(workers, monkeypatch):
-    """The row is locked between the two statements of the strategy."""
-    (other,) = workers(1)
-    backend = backends["insert"]
-    write = backend.write
-
-    def write_late(claim):
-        # Only the first time.
-        monkeypatch.setattr(backend, "write", write)
-        other.start(jobs.lock_row, claim.key)
-        assert other.hear() == "locked"
-        threading.Timer(0.3, other.tell).start()
-        return write(claim)
-
-    monkeypatch.setattr(backend, "write", write_late)
-    with db_lock("stock:8", using="insert") as hold:
-        assert other.hear() == "unlocked"
-        assert hold.held
-
-
 @pytest.mark.engine("mariadb", "mysql")
 def test_a_handover_beside_a_heartbeat_fails_no_statement(
     threads, in_queue, monkeypatch
