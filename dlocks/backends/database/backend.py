@@ -37,7 +37,7 @@ from dlocks.backends.notifiers import Notifier
 from dlocks.exceptions import LockBackendError, LockNotAwaitable, LockStale
 from dlocks.runtime.clock import FOREVER
 from dlocks.runtime.pools import is_pooled
-from dlocks.sql.clock import ticks
+from dlocks.sql.clock import Now, ticks
 from dlocks.sql.engines import refuse_lost
 from dlocks.text import permits_taken
 from dlocks.transactions import how_to_autocommit, in_testcase
@@ -310,7 +310,9 @@ class DatabaseBackend(Backend):
         return self.queue.poll(claims, heartbeat=heartbeat)
 
     def waiting(self, key: str) -> int:
-        return self.queue.waiting(key)
+        queued = self.store.claims.filter(key_resource=key, version__isnull=True)
+        count: int = self.session.unlocked(queued.filter(end_time__gt=Now()).count)
+        return count
 
     def notifier(self, channel: str) -> Notifier | None:
         return self.notifications.listener(channel)

@@ -288,21 +288,18 @@ class Queue:
         key, is_locked = self._advanced(name, key, mine, heartbeat)
         if key is None:
             return {}
-        tickets: dict[str, Ticket] = {}
-        silent = not self.session.engine.commit_notifies
-        # A live lease is released by a statement that notifies.
+        # A live lease is released by a statement that notifies. The end of a transaction
+        # that keeps the key, or for which it is reserved, may not.
         leased = key.state.is_held and not key.is_free
+        silent = not (leased or self.session.engine.commit_notifies)
+        unnotified = silent and (is_locked or not key.is_free)
+        tickets: dict[str, Ticket] = {}
         for claim in mine:
-            if (ticket := key.ticket(claim)) is None:
-                continue
-            if is_locked:
+            if (ticket := key.ticket(claim)) is not None:
                 # A claim without ``takeover`` waits for the transaction too.
-                unnotified = silent and not leased
-                ticket = replace(ticket, unnotified=unnotified, must_retry=False)
-            elif key.state.is_released and not key.is_free:
-                # It is kept for a transaction, whose end may not notify.
-                ticket = replace(ticket, unnotified=silent)
-            tickets[claim.owner] = ticket
+                retry = ticket.must_retry and not is_locked
+                ticket = replace(ticket, unnotified=unnotified, must_retry=retry)
+                tickets[claim.owner] = ticket
         return tickets
 
     def _advanced(
@@ -323,11 +320,6 @@ class Queue:
         if self.store.observations is not None and key is not None:
             _log_expiry(key, after)
         return after, False
-
-    def waiting(self, key: str) -> int:
-        queued = self.store.claims.filter(key_resource=key, version__isnull=True)
-        count: int = self.session.unlocked(queued.filter(end_time__gt=Now()).count)
-        return count
 
 
 def _log_expiry(before: Key, after: Key) -> None:

@@ -26,6 +26,8 @@ T = TypeVar("T")
 LONGEST_HOLDING = 32_000
 # Seconds that make no difference to a lease.
 MOMENT = 0.001
+# Character sets without a name in Python. SQL_ASCII stores bytes as they are sent.
+SENT_AS_UTF8 = {"SQL_ASCII": "utf-8", "utf8mb4": "utf-8"}
 # Maximum number of rows that one statement reads or writes.
 BATCH = 500
 # Rows that a process remembers. A forgotten row is observed from the start again.
@@ -156,27 +158,21 @@ def to_text(holding: Iterable[Any]) -> str:
 
 def fitted(text: str, connection: Any) -> str:
     """Return a text with the characters escaped that the connection cannot send."""
-    raw = connection.connection
+    raw, charset = connection.connection, "utf-8"
     if connection.vendor == "postgresql":
-        # The server sends the encoding of the database when a session begins. SQL_ASCII
-        # stores the bytes as they are, and the session sends UTF-8.
-        encoding = raw.info.parameter_status("server_encoding") or "UTF8"
-        if encoding in {"UTF8", "SQL_ASCII"}:
-            return text
-        return escape_unencodable(text, encoding)
-    if connection.vendor == "mysql":
+        # The server sends the encoding of the database when a session begins.
+        charset = raw.info.parameter_status("server_encoding") or charset
+    elif connection.vendor == "mysql":
         # The columns are in utf8mb4, but the session has a character set of its own.
         charset = raw.character_set_name()
         if charset in {"utf8", "utf8mb3"}:
             return "".join(
-                one if ord(one) <= 0xFFFF else escape_unencodable(one, "ascii")
-                for one in text
+                one if ord(one) <= 0xFFFF else escaped(one, "ascii") for one in text
             )
-        return text if charset == "utf8mb4" else escape_unencodable(text, charset)
-    return escape_unencodable(text, "utf-8")
+    return escaped(text, SENT_AS_UTF8.get(charset, charset))
 
 
-def escape_unencodable(text: str, charset: str) -> str:
+def escaped(text: str, charset: str) -> str:
     """Return a text in which characters outside a character set are escaped."""
     # For some encodings, Python has other names than PostgreSQL.
     name = re.sub("(?i)^win(?=[0-9])", "cp", charset)
