@@ -59,9 +59,8 @@ class PreparedStatements:
 
         Django's log of queries reads the text of a statement from its own cursor.
         """
-        if connection.vendor != "postgresql" or self.prepare is False:
-            return None
-        if connection.queries_logged:
+        is_usual = connection.vendor == "postgresql" and not connection.queries_logged
+        if not is_usual or self.prepare is False:
             return None
         raw = connection.connection
         known, unused = getattr(self._local, "known", (None, None))

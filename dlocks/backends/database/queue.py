@@ -288,8 +288,8 @@ class Queue:
         key, is_locked = self._advanced(name, key, mine, heartbeat)
         if key is None:
             return {}
-        # A live lease is released by a statement that notifies. The end of a transaction
-        # that keeps the key, or for which it is reserved, may not.
+        # A live lease is released by a statement that notifies. The end of a
+        # transaction that keeps the key, or for which it is reserved, may not.
         leased = key.state.is_held and not key.is_free
         silent = not (leased or self.session.engine.commit_notifies)
         unnotified = silent and (is_locked or not key.is_free)
