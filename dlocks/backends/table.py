@@ -309,14 +309,16 @@ def _granted(
     )
     token, end = _next_token(state, at), at.now + lease
     held = Held(claim, token, at.date, end, takeover=takeover)
+    # Its lease is the ttl. A queued claim learns of its shorter one by its ticket.
+    grant = Grant(token, takeover=takeover)
     state = replace(_without_waiting(state, claim), version=held.token)
     if not claim.shared:
         state = replace(state, held=held, is_released=False)
-        return state, held.grant(at)
+        return state, grant
     if takeover:
         # The stale holder loses the key.
         state = replace(state, held=None, is_released=True)
-    return replace(state, shares=(*state.shares, held)), held.grant(at)
+    return replace(state, shares=(*state.shares, held)), grant
 
 
 def _has_room(state: KeyState, claim: Claim, at: Moment) -> bool:

@@ -30,7 +30,7 @@ from dlocks.backends.database.maintenance import Maintenance
 from dlocks.backends.database.notify import Notifications
 from dlocks.backends.database.queue import Queue
 from dlocks.backends.database.session import RowLockedError, Session
-from dlocks.backends.database.state import Observations, rounded
+from dlocks.backends.database.state import Observations
 from dlocks.backends.database.store import NOTHING, ROW_WAIT, Store
 from dlocks.backends.database.transactions import TransactionLocks
 from dlocks.backends.notifiers import Notifier
@@ -203,7 +203,6 @@ class DatabaseBackend(Backend):
             grant, _ = self.store.step(
                 claim.key, rules.acquire, claim, wait=wait, in_turn=is_own
             )
-            grant = rounded(grant, claim)
         except RowLockedError:
             self._refuse_locked_table()
             grant = self.holders.grant_again(claim)

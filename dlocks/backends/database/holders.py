@@ -21,7 +21,7 @@ from dlocks.backends import table as rules
 from dlocks.backends.base import HANDOVER_LEASE, TableLockedError
 from dlocks.backends.database.queue import Queue
 from dlocks.backends.database.session import RowLockedError
-from dlocks.backends.database.state import Key, batches, rounded
+from dlocks.backends.database.state import Key, batches
 from dlocks.backends.database.store import Store
 from dlocks.backends.table import KeyState, Moment
 from dlocks.exceptions import LockBackendError, LockStale
@@ -154,7 +154,7 @@ class Holders:
         with suppress(TableLockedError):
             if self.left([claim]):
                 self.retried(step, claim)
-        return rounded(grant, claim)
+        return grant
 
     # Renewal.
 
@@ -271,10 +271,9 @@ class Holders:
         began, arguments = clock.real_now(), (rules.exchange, claim, successor)
         while True:
             try:
-                grant, _ = self.store.step(
+                return self.store.step(
                     claim.key, *arguments, wait=STEP_WAIT, in_turn=True
-                )
-                return rounded(grant, successor)
+                )[0]
             except RowLockedError as error:
                 if clock.real_now() > began + LAPSED_WAIT:
                     raise self.locked(claim.key) from error

@@ -6,7 +6,7 @@ import codecs
 import json
 import re
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from django.db.models import BigIntegerField, BooleanField
@@ -18,7 +18,7 @@ from dlocks.backends.database.session import Session
 from dlocks.backends.table import Held, KeyState, Moment, Waiting
 from dlocks.runtime import clock
 from dlocks.sql.clock import ticks_at
-from dlocks.values import Claim, Grant, Ticket
+from dlocks.values import Claim, Ticket
 
 T = TypeVar("T")
 
@@ -109,16 +109,6 @@ def batches(values: Sequence[T]) -> Iterator[Sequence[T]]:
     """Yield what one statement reads or writes at a time."""
     for start in range(0, len(values), BATCH):
         yield values[start : start + BATCH]
-
-
-def rounded(grant: Grant | None, claim: Claim) -> Grant | None:
-    """Return a grant without a lease that is the ttl but for a rounding error.
-
-    A shorter lease would be renewed at once.
-    """
-    if grant is None or grant.lease is None or grant.lease < claim.ttl - MOMENT:
-        return grant
-    return replace(grant, lease=None)
 
 
 def is_unused(state: KeyState, at: Moment) -> bool:
