@@ -163,7 +163,13 @@ class Maintenance:
         Work in batches, and yield the number of rows of each. A key with shared holds
         or waiters keeps its row.
         """
-        unused = self._unused(idle_for)
+        claims = self.store.claims.filter(key_resource=OuterRef("pk"))
+        unused = self.store.locks.filter(
+            ~Exists(claims), end_time__lte=After(-idle_for), waiters=0, shares=0
+        )
+        # A row is only deleted once the clock has passed its version. The version of a
+        # new row starts at the clock, and must be larger.
+        unused = unused.filter(version__lt=Ticks()).exclude(status="P")
         for page in self._under_prefix(unused.values_list("pk")):
             keys = [key for (key,) in page]
             yield self._count_unlocked(keys) if dry_run else self._purge(unused, keys)
@@ -182,15 +188,6 @@ class Maintenance:
         with suppress(RowLockedError):
             return self.session.run(work)
         return 0
-
-    def _unused(self, idle_for: float) -> Any:
-        # A row is only deleted once the clock has passed its version. The version of a
-        # new row starts at the clock, and must be larger.
-        claims = self.store.claims.filter(key_resource=OuterRef("pk"))
-        unused = self.store.locks.filter(
-            ~Exists(claims), end_time__lte=After(-idle_for), waiters=0, shares=0
-        )
-        return unused.filter(version__lt=Ticks()).exclude(status="P")
 
     def _under_prefix(self, rows: Any) -> Iterator[list[Any]]:
         """Yield rows under the backend's prefix, page by page.

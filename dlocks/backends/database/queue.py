@@ -173,10 +173,9 @@ class Queue:
             rows = self._packet(HAND_OVER, parameters)
         if not rows:
             return False
-        # On SQLite, the channel comes from a second statement.
-        taken, waiters, *_ = rows[0]
+        taken, waiters, channel, *_ = rows[0]
         if taken:
-            notify.send({rows[0][2] if rows[0][2:] else rows[1][0]})
+            notify.send({channel})
         elif waiters:
             # The waiters want shared holds, or joined after this had begun.
             self.store.advance(claim.key)

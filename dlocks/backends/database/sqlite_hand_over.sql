@@ -17,9 +17,11 @@ FROM (
 LEFT JOIN {claims} AS first ON first.id = others.id AND NOT first.shared
 WHERE {locks}.key_resource = %(key)s AND {locks}.owner = %(owner)s
   AND {locks}.status = 'P' AND {locks}.shares = 0
-RETURNING owner <> %(owner)s, waiters;
+RETURNING owner <> %(owner)s, waiters, (
+  SELECT channel FROM {claims} AS told
+  WHERE told.owner = {locks}.owner AND told.version IS NULL
+);
 
 DELETE FROM {claims}
 WHERE version IS NULL AND key_resource = %(key)s
   AND owner = (SELECT owner FROM {locks} WHERE key_resource = %(key)s)
-RETURNING channel

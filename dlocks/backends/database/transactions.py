@@ -81,16 +81,14 @@ class TransactionLocks:
         matches once it is locked (EvalPlanQual). On InnoDB, only the statement itself
         can avoid that.
         """
-        if not self.session.engine.unlocks:
-            with suppress(RowLockedError):
+        with suppress(RowLockedError):
+            if not self.session.engine.unlocks:
                 return self._take(claim)
-            return None
-        block = transaction.atomic(using=self.session.database)
-        with suppress(_NothingGrantedError), block:
-            # It skips locked rows. So if anything holds it up, the table is locked.
-            if (token := self.session.unlocked(self._take, claim)) is None:
-                raise _NothingGrantedError
-            return token
+            with transaction.atomic(using=self.session.database):
+                # It skips locked rows. So if anything holds it up, the table is locked.
+                if (token := self.session.unlocked(self._take, claim)) is not None:
+                    return token
+                raise RowLockedError
         return None
 
     def _refuse_unfit(self, claim: Claim) -> None:
@@ -206,7 +204,3 @@ class TransactionLocks:
 
         read = partial(self.store.run_outside, partial(reader.left, [claim]))
         return holders.retried(write, claim, left=read)
-
-
-class _NothingGrantedError(Exception):
-    """An exception that rolls back a savepoint."""
