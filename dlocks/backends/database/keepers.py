@@ -104,28 +104,24 @@ class Keepers:
         """Return what open transactions keep.
 
         ``None`` covers all keys under the prefix. At most one page is checked, starting
-        with the leases that expired last. Only what PostgreSQL shows is returned if the
-        database user may not lock rows.
+        with the leases that expired last. Nothing is returned if the database user may
+        not lock rows, but by PostgreSQL, which shows locks without one.
         """
         if keys is None:
             mine = models().under(self.store.prefix())
         else:
             mine = Q(key_resource__in=keys)
         locks, claims = self.store.locks.filter(mine), self.store.claims.filter(mine)
-        stale: Iterable[str]
-        transactions: Mapping[str, Holder] = {}
+        shares = self._newest(claims.filter(version__isnull=False, end_time__lte=Now()))
         if self.finds_all:
             stale, transactions = self._find(locks)
-        else:
-            stale = self._newest(locks.filter(status="P", end_time__lte=Now()))
-        shares = self._newest(claims.filter(version__isnull=False, end_time__lte=Now()))
+            kept = self.in_transactions(shares, shares=True)
+            return Kept(frozenset(stale), kept, transactions)
+        expired = self._newest(locks.filter(status="P", end_time__lte=Now()))
+        locked_shares = partial(self._locked, shares=True)
         with suppress(LockBackendError):
-            if self.finds_all:
-                kept = self.in_transactions(shares, shares=True)
-                return Kept(frozenset(stale), kept, transactions)
-            locked_shares = partial(self._locked, shares=True)
             return Kept(
-                frozenset(self._rarely("stale", [*stale], self._locked)),
+                frozenset(self._rarely("stale", expired, self._locked)),
                 frozenset(self._rarely("shares", shares, locked_shares)),
                 self._probe(locks),
             )
