@@ -140,9 +140,10 @@ class TransactionLocks:
         rows: Sequence[Any] = ()
         with suppress(RowLockedError):
             rows = self.session.send("release_on_commit", parameters, True).rows
-        channels = {channel for (channel,) in rows if channel}
-        self.session.unlocked(self.store.notifications.notify, channels)
-        self.store.notifications.send(channels)
+        if channels := {channel for (channel,) in rows if channel}:
+            notifications = self.store.notifications
+            self.session.unlocked(notifications.notify, channels)
+            notifications.send(channels)
         return bool(rows)
 
     # Guards.
