@@ -8,6 +8,7 @@ from typing import Any, Self
 
 from django.db import models
 from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.models import Case, Exists, F, OuterRef, Q, Subquery, Value, When
 from django.db.models.functions import Coalesce, Substr
 from django.db.models.lookups import Exact
 from django.db.models.sql import Query
@@ -97,16 +98,16 @@ class ClockQuerySet(SchemaQuerySet):
             seconds_held=-SecondsUntil("begin_time"),
         ).annotate(state=self._state(kept))
 
-    def _state(self, kept: Kept) -> models.Case:
+    def _state(self, kept: Kept) -> Case:
         raise NotImplementedError
 
 
-def under(prefix: str) -> models.Q:
+def under(prefix: str) -> Q:
     """Return the condition that a key starts with a prefix, byte for byte."""
     if not prefix:
-        return models.Q()
+        return Q()
     # On SQLite, ``startswith`` ignores case.
-    return models.Q(Exact(Substr("key_resource", 1, len(prefix)), models.Value(prefix)))
+    return Q(Exact(Substr("key_resource", 1, len(prefix)), Value(prefix)))
 
 
 class LockQuerySet(ClockQuerySet):
@@ -116,21 +117,9 @@ class LockQuerySet(ClockQuerySet):
             since = holder.since and holder.since.timestamp()
             session = json.dumps([holder.holder, holder.owner_ip, since])
             keys_of.setdefault(session, []).append(key)
-        sessions = [
-            models.When(pk__in=keys, then=models.Value(session))
-            for session, keys in keys_of.items()
-        ]
-        return (
-            super()
-            .by_clock(kept)
-            .annotate(
-                keeper=models.Case(
-                    *sessions,
-                    default=models.Value(""),
-                    output_field=models.CharField(),
-                )
-            )
-        )
+        sessions = [When(pk__in=keys, then=Value(one)) for one, keys in keys_of.items()]
+        keeper = Case(*sessions, default=Value(""), output_field=models.CharField())
+        return super().by_clock(kept).annotate(keeper=keeper)
 
     def with_queue(self, kept: Kept = Kept()) -> Self:  # noqa: B008 (it is immutable)
         """Add ``waiting`` and ``sharing``, the numbers of waiters and shared holds.
@@ -138,46 +127,43 @@ class LockQuerySet(ClockQuerySet):
         They are counted by the database's clock. Call it after ``by_clock()``, whose
         ``state`` ignores shared holds. This method includes them.
         """
-        by_row, shared = self.query.annotations["state"], models.Q(shares__gt=0)
-        claims = LockClaim.objects.filter(key_resource=models.OuterRef("pk"))
+        by_row, shared = self.query.annotations["state"], Q(shares__gt=0)
+        claims = LockClaim.objects.filter(key_resource=OuterRef("pk"))
         claims = claims.annotate(left=SecondsUntil("end_time")).order_by()
         shares = claims.filter(version__isnull=False)
-        free = models.Q(seconds_left__lte=0) & ~self.model.LEFT
-        live = models.Q(left__gt=0) | models.Q(pk__in=kept.shares)
+        free = Q(seconds_left__lte=0) & ~self.model.LEFT
+        live = Q(left__gt=0) | Q(pk__in=kept.shares)
         return self.annotate(
             waiting=_number_of(claims.filter(version__isnull=True, left__gt=0)),
-            sharing=models.Case(
-                models.When(shares=0, then=0),
-                default=_number_of(shares.filter(live)),
+            sharing=Case(
+                When(shares=0, then=0), default=_number_of(shares.filter(live))
             ),
-            state=models.Case(
-                models.When(~free | ~shared, then=by_row),
-                _when(models.Exists(shares.filter(live)), LockState.SHARED),
-                _when(models.Exists(shares), LockState.STALE),
+            state=Case(
+                When(~free | ~shared, then=by_row),
+                _when(Exists(shares.filter(live)), LockState.SHARED),
+                _when(Exists(shares), LockState.STALE),
                 default=by_row,
             ),
         )
 
-    def _state(self, kept: Kept) -> models.Case:
-        live = models.Q(seconds_left__gt=0) | self.model.LEFT & models.Q(
-            pk__in=kept.keys
-        )
-        return models.Case(
-            _when(live | models.Q(pk__in=kept.transactions), LockState.HELD),
+    def _state(self, kept: Kept) -> Case:
+        live = Q(seconds_left__gt=0) | self.model.LEFT & Q(pk__in=kept.keys)
+        return Case(
+            _when(live | Q(pk__in=kept.transactions), LockState.HELD),
             _when(self.model.LEFT, LockState.STALE),
-            default=models.Value(LockState.FREE.value),
+            default=Value(LockState.FREE.value),
         )
 
 
 class ClaimQuerySet(ClockQuerySet):
-    def _state(self, kept: Kept) -> models.Case:
-        live = models.Q(seconds_left__gt=0) | models.Q(pk__in=kept.shares)
-        queued = models.Q(version__isnull=True)
-        return models.Case(
+    def _state(self, kept: Kept) -> Case:
+        live = Q(seconds_left__gt=0) | Q(pk__in=kept.shares)
+        queued = Q(version__isnull=True)
+        return Case(
             _when(queued & live, ClaimState.WAITING),
             _when(queued, ClaimState.DEAD),
             _when(live, ClaimState.HELD),
-            default=models.Value(ClaimState.STALE.value),
+            default=Value(ClaimState.STALE.value),
         )
 
 
@@ -191,18 +177,18 @@ class RecordQuerySet(SchemaQuerySet):
         return self.annotate(
             seconds_ago=-SecondsUntil("end_time"),
             held=models.ExpressionWrapper(
-                models.F("end_time") - models.F("begin_time"), models.DurationField()
+                F("end_time") - F("begin_time"), models.DurationField()
             ),
         )
 
 
-def _when(condition: Any, state: models.TextChoices) -> models.When:
-    return models.When(condition, then=models.Value(state.value))
+def _when(condition: Any, state: models.TextChoices) -> When:
+    return When(condition, then=Value(state.value))
 
 
 def _number_of(claims: Any) -> Coalesce:
     by_key = claims.values("key_resource").annotate(number=models.Count("pk"))
-    return Coalesce(models.Subquery(by_key.values("number")), 0)
+    return Coalesce(Subquery(by_key.values("number")), 0)
 
 
 class ResourceLock(models.Model):
@@ -218,7 +204,7 @@ class ResourceLock(models.Model):
         FAILED = "F", _("failed")
 
     # The condition that a hold was acquired and not released.
-    LEFT = models.Q(status=Status.PROCESSING)
+    LEFT = Q(status=Status.PROCESSING)
 
     key_resource = KeyField(_("key"), primary_key=True, max_length=KEY_LENGTH)
     status = models.CharField(_("status"), max_length=1, choices=Status.choices)
