@@ -305,11 +305,12 @@ class Queue:
         self, name: str, key: Key | None, mine: Sequence[Claim], heartbeat: bool
     ) -> tuple[Key | None, bool]:
         """Return a key after a step, if it needs one, and whether its row is locked."""
-        if key is not None and not key.can_advance:
+        if key is not None:
+            advances = rules.admit(key.state, key.at).version > key.state.version
             tickets = filter(None, map(key.ticket, mine))
             retry = any(one.must_retry and one is not RESERVED for one in tickets)
             uncounted = heartbeat and len(key.state.live(key.at)) > key.row.waiters
-            if not (retry or uncounted):
+            if not (advances or retry or uncounted):
                 return key, False
         # Its holder may have died. Or a transaction keeps its expired lease.
         try:

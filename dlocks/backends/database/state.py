@@ -75,10 +75,6 @@ class Key:
         return self.state.expires_in(self.at) <= 0
 
     @property
-    def can_advance(self) -> bool:
-        return rules.admit(self.state, self.at).version > self.state.version
-
-    @property
     def waiting(self) -> list[Any]:
         """The rows of the queued claims with a recent heartbeat, in their order."""
         rows = (row for row in self.claims if row.version is None)
