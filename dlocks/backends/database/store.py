@@ -167,13 +167,14 @@ class Store:
         """
         mine = next((one.owner for one in arguments if isinstance(one, Claim)), "")
 
-        def work(turn: float) -> tuple[T, Key]:
-            (locked,) = self._lock([key], wait, True, mine, in_turn=turn)
+        def work() -> tuple[T, Key]:
+            (locked,) = self._lock([key], wait, True, mine)
             return self.apply(locked, rule, *arguments, **saving), locked
 
         # A number that the database draws may be taken by a claim that has brought it.
         draws = saving.get("position") is None
-        result, now = self._transaction(work, wait, draws=draws, in_turn=in_turn)
+        turn = key if in_turn else ""
+        result, now = self._transaction(work, wait, draws=draws, turn_of=turn)
         self.notifications.send(now.notified)
         return result, now
 
@@ -195,7 +196,7 @@ class Store:
     ) -> T:
         """Call ``work`` with several keys, given in order, that one step has locked."""
 
-        def locked(_: float) -> T:
+        def locked() -> T:
             found: list[Key] = []
             absent: set[str] = set()
             for some in batches(keys):
@@ -212,25 +213,27 @@ class Store:
 
     def _transaction(
         self,
-        work: Callable[[float], T],
+        work: Callable[[], T],
         wait: float,
         *,
         draws: bool = True,
-        in_turn: bool = False,
+        turn_of: str = "",
         flush: bool = True,
         until: float = clock.FOREVER,
     ) -> T:
         """Call ``work`` in a transaction of its own, again after lost races."""
-
-        def attempt(turn: float) -> T:
-            with self.session.transaction():
-                return work(turn)
-
         engine, pause, turn = self.session.engine, 0.001, 0.0
+
+        def attempt() -> T:
+            with self.session.transaction():
+                if turn:
+                    self._wait_in_turn(turn_of, turn)
+                return work()
+
         began, failing_since = clock.real_now(), clock.FOREVER
         while True:
             try:
-                return self.session.run(attempt, turn, flush=flush)
+                return self.session.run(attempt, flush=flush)
             except (AbsentError, ChangedError) as error:
                 keys = sorted(error.args[0])
                 failing_since = min(failing_since, clock.real_now())
@@ -249,20 +252,14 @@ class Store:
                 left = began + wait - clock.real_now()
                 if engine.limits_waits or left < 0.001:
                     raise
-                if in_turn and engine.in_turn:
+                if turn_of and engine.in_turn:
                     turn = left
                 else:
                     clock.back_off(pause)
                     pause = min(2 * pause, 0.016)
 
     def _lock(
-        self,
-        keys: Sequence[str],
-        wait: float,
-        flush: bool,
-        mine: str = "",
-        *,
-        in_turn: float = 0.0,
+        self, keys: Sequence[str], wait: float, flush: bool, mine: str = ""
     ) -> list[Key]:
         """Lock the rows of keys, in their order. Raise RowLockedError or AbsentError.
 
@@ -274,8 +271,6 @@ class Store:
         if session.begins_as_reader:
             # A transaction that has only read cannot always continue with a write.
             session.execute(session.sql(NOTHING), {})
-        if in_turn:
-            self._wait_in_turn(keys[0], in_turn)
         settings, asked_at = self.limits(wait, flush=flush), clock.now()
         rows = self.locks.select_for_update(nowait=not settings)
         rows = rows.annotate(now=Now(), **settings)
@@ -316,14 +311,9 @@ class Store:
         }
         if not flush:
             settings["synchronous_commit"] = "off"
+        set_config = partial(Func, function="set_config", output_field=CharField())
         return {
-            f"its_{name}": Func(
-                Value(name),
-                Value(value),
-                Value(True),
-                function="set_config",
-                output_field=CharField(),
-            )
+            f"its_{name}": set_config(Value(name), Value(value), Value(True))
             for name, value in settings.items()
         }
 
