@@ -57,6 +57,9 @@ class TransactionLocks:
             key = self.store.peek(claim.key)
             if key is None:
                 self.store.create([claim.key])
+            elif key.is_reserved_for(claim):
+                # A step had locked the row for a moment.
+                continue
             elif not key.is_free:
                 break
             else:
