@@ -264,12 +264,10 @@ class Session:
         engine = self.engine
         if engine.vendor == "postgresql":
             return self.prepared(sql, parameters).rows
-        statements = [sql]
+        statements = [engine.packet(sql)]
         if engine.one_writer:
             # No other process is between them.
             statements = ["BEGIN IMMEDIATE", *sql.split(";"), "COMMIT"]
-        if engine.compound:
-            statements = [engine.packet(sql)]
         rows: list[Any] = []
         try:
             for one in statements:
