@@ -27,6 +27,9 @@ from dlocks.values import Claim, Grant
 
 # Attempts to acquire a key that appears to be free, per call.
 FREE_TRIES = 3
+# Seconds for which a step reserves a key that the next statement acquires. A rollback
+# within this time does not free the key at once.
+RESERVED_FOR = 0.1
 
 
 class TransactionLocks:
@@ -65,7 +68,8 @@ class TransactionLocks:
             else:
                 # Reserve it, unless earlier waiters come first. The step ends a stale
                 # hold, and the claim's place in the queue.
-                brief = replace(claim, ttl=min(claim.ttl, HANDOVER_LEASE))
+                lease = HANDOVER_LEASE if claim.queued else RESERVED_FOR
+                brief = replace(claim, ttl=min(claim.ttl, lease))
                 step = partial(self.store.step, claim.key, rules.acquire, brief)
                 try:
                     grant, _ = self.store.run_outside(step)
