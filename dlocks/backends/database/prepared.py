@@ -34,8 +34,17 @@ class PreparedStatements:
     def rows(
         self, connection: BaseDatabaseWrapper, sql: str, parameters: Mapping[str, Any]
     ) -> Sequence[Any] | None:
-        """Return the rows of a statement, or None if Django has to execute it."""
-        if (unused := self._unused(connection)) is None:
+        """Return the rows of a statement, or None if Django has to execute it.
+
+        Django's log of queries reads the text of a statement from its own cursor.
+        """
+        is_usual = connection.vendor == "postgresql" and not connection.queries_logged
+        if not is_usual or self.prepare is False:
+            return None
+        known, unused = getattr(self._local, "known", (None, None))
+        if known is not connection.connection or known is None:
+            unused = self._cursors(connection)
+        if unused is None:
             return None
         # A signal handler may need one while another one is in use.
         own = unused.pop() if unused else _preparing_cursor()(connection.connection)
@@ -54,21 +63,12 @@ class PreparedStatements:
                 raise
             return None
 
-    def _unused(self, connection: BaseDatabaseWrapper) -> Any:
-        """Return unused cursors that prepare, or None to use Django's own.
-
-        Django's log of queries reads the text of a statement from its own cursor.
-        """
-        is_usual = connection.vendor == "postgresql" and not connection.queries_logged
-        if not is_usual or self.prepare is False:
-            return None
+    def _cursors(self, connection: BaseDatabaseWrapper) -> Any:
+        """Return no cursor of a new connection yet, or None to use Django's own."""
+        connection.ensure_connection()
         raw = connection.connection
-        known, unused = getattr(self._local, "known", (None, None))
-        if known is not raw or raw is None:
-            connection.ensure_connection()
-            raw = connection.connection
-            unused = [] if self._can_prepare(connection, raw) else None
-            self._local.known = raw, unused
+        unused: Any = [] if self._can_prepare(connection, raw) else None
+        self._local.known = raw, unused
         return unused
 
     def _can_prepare(self, connection: BaseDatabaseWrapper, raw: Any) -> bool:
