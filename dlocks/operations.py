@@ -318,7 +318,7 @@ def _change(
     why = kept_by_transaction()
     if not isinstance(backend, DatabaseBackend):
         why = _("acquired by another holder in the meantime")
-    elif stale_only and backend.observations is not None:
+    elif stale_only and backend.store.observed:
         why = _(
             "expired by the database's clock, but not observed for long enough: force"
             " its release, with a reason"

@@ -30,7 +30,6 @@ from dlocks.backends.database.maintenance import Maintenance
 from dlocks.backends.database.notify import Notifications
 from dlocks.backends.database.queue import Queue
 from dlocks.backends.database.session import RowLockedError, Session
-from dlocks.backends.database.state import Observations
 from dlocks.backends.database.store import NOTHING, ROW_WAIT, Store
 from dlocks.backends.database.transactions import TransactionLocks
 from dlocks.backends.notifiers import Notifier
@@ -108,8 +107,6 @@ class DatabaseBackend(Backend):
         self.expiry = expiry
         if deadlock_after is not None:
             self.deadlock_after = seconds("deadlock_after", deadlock_after)
-        observed = expiry == "observed"
-        self.observations = Observations(self.ttl + self.grace) if observed else None
         self.session = Session(database, prepare=prepare)
         self.notifications = Notifications(self.session, listen=listen)
         self.store = Store(
@@ -118,7 +115,7 @@ class DatabaseBackend(Backend):
             self.notifications,
             prefix=lambda: self.prefix,
             grace=self.grace,
-            observations=self.observations,
+            observed_for=self.ttl + self.grace if expiry == "observed" else None,
             deletes=self.deletes,
         )
         self.queue = Queue(self.store)
@@ -328,7 +325,7 @@ class DatabaseBackend(Backend):
 
     @property
     def grants_in_queue(self) -> bool:  # type: ignore[override]
-        return self.observations is None
+        return not self.store.observed
 
     @cached_property
     def identity(self) -> str:
@@ -386,7 +383,7 @@ class DatabaseBackend(Backend):
             refuse_lost(self.connection)
         if (why := super().refusal(claim)) is not None:
             return why
-        if self.observations is not None and claim.ttl > self.ttl:
+        if self.store.observed and claim.ttl > self.ttl:
             return (
                 f"A ttl of {claim.ttl:g} s is too long. With expiry='observed', other"
                 f" callers watch a row for the ttl of the backend ({self.ttl:g} s), and"

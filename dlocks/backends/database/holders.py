@@ -73,7 +73,7 @@ class Holders:
 
         If other processes observe the row, the new end always differs from the old one.
         """
-        if self.store.observations is None:
+        if not self.store.observed:
             return "end_time = {after:ttl}"
         return "end_time = {greatest}({after:ttl}, {next})"
 
@@ -93,7 +93,7 @@ class Holders:
             table, held = "{locks}", HELD
             if first.scope == "transaction":
                 return table, mine, parameters
-        if not first.late and self.store.observations is None:
+        if not (first.late or self.store.observed):
             held += f" AND {LIVE}"
         return table, f"{mine} AND {held}", parameters
 
@@ -181,7 +181,7 @@ class Holders:
 
     def _renew(self, claims: Sequence[Claim]) -> dict[str, float]:
         ttls = {one.owner: one.ttl for one in claims}
-        observed = self.store.observations is not None
+        observed = self.store.observed
         try:
             renewed = self.write(self.renewed(), claims)
         except RowLockedError:
@@ -224,7 +224,7 @@ class Holders:
             # This transaction has locked the row already, unless the server has rolled
             # it back in the meantime.
             return write()
-        by_clock = self.store.observations is None
+        by_clock = not self.store.observed
         taken_over = by_clock and not self.session.engine.one_writer
         return self.retried(write, claim, taken_over=taken_over)
 
@@ -376,9 +376,7 @@ class Holders:
         """
         row = self.queue.row_of(claim)
         is_share = row is not None and row.version is not None
-        live = is_share and (
-            row.end_time > row.now or self.store.observations is not None
-        )
+        live = is_share and (row.end_time > row.now or self.store.observed)
         one_writer = self.session.engine.one_writer
         gone = row is None
         if not (gone or rest_for or one_writer):

@@ -98,7 +98,7 @@ class Maintenance:
         stale_only: bool = False,
     ) -> bool:
         """Apply a rule to what exists, and return whether it was ended."""
-        if stale_only and self.store.observations is not None:
+        if stale_only and self.store.observed:
             # No trusted clock shows that it is stale, and this process has not observed
             # it.
             return False
@@ -136,7 +136,7 @@ class Maintenance:
         """
         expired = {"end_time__lte": After(-self.store.grace)}
         stale = self.store.locks.filter(status="P", **expired)
-        if self.store.observations is None:
+        if not self.store.observed:
             for page in self._under_prefix(stale.values_list("pk", "version")):
                 if dry_run:
                     yield self._count_unlocked([key for key, _ in page])

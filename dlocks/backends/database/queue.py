@@ -254,7 +254,7 @@ class Queue:
         heartbeat, and costs one plain statement. A heartbeat has found ``heard`` of the
         claims in the queue.
         """
-        if self.store.observations is not None:
+        if self.store.observed:
             return claims
         session = self.session
         # Two claims of one process seldom wait for the same key.
@@ -317,7 +317,7 @@ class Queue:
             after = self.store.step(name, rules.tidy, wait=POLL_WAIT)[1]
         except RowLockedError:
             return key, True
-        if self.store.observations is not None and key is not None:
+        if self.store.observed and key is not None:
             _log_expiry(key, after)
         return after, False
 

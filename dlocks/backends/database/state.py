@@ -170,44 +170,24 @@ def escaped(text: str, charset: str) -> str:
     return text.encode(codec, "backslashreplace").decode(codec)
 
 
-class Observations:
-    """How long each row has been unchanged, by this process's monotonic clock.
+class Reader:
+    """What turns the rows of a key into its state.
 
-    A holder changes its row at each renewal. It trusts its lease for the ttl, counted
-    from before it sent the renewal. A row that has not changed for longer therefore has
-    no live holder, whatever the database's clock says. This requires clocks that run at
-    the same rate, not clocks that show the same time.
+    ``observed_for`` is None if the database's clock says when a lease ends. Otherwise
+    it is the number of seconds for which a row has to be unchanged by this process's
+    monotonic clock. A holder changes its row at each renewal, and trusts its lease for
+    the ttl, counted from before it sent the renewal. So a row that is unchanged for
+    longer has no live holder, whatever the clocks show, if they run at the same rate.
     """
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self._seen: dict[Hashable, tuple[Hashable, float]] = {}
-
-    def note(self, row: Hashable, state: Hashable, asked_at: float) -> float:
-        """Record the state of a row, and return the seconds still to observe it.
-
-        ``asked_at`` is the time at which the row was requested. The result is zero or
-        negative if the row has been unchanged for long enough.
-        """
-        known, since = self._seen.get(row, (None, 0.0))
-        if known != state:
-            if len(self._seen) >= REMEMBERED:
-                self._seen.clear()
-            # The row may have been written a moment before the reply arrived.
-            since = clock.now()
-            self._seen[row] = state, since
-        return since + self.seconds - asked_at
-
-
-class Reader:
-    """What turns the rows of a key into its state."""
-
     def __init__(
-        self, session: Session, grace: float, observations: Observations | None
+        self, session: Session, grace: float, observed_for: float | None
     ) -> None:
         self.session = session
         self.grace = grace
-        self.observations = observations
+        self.observed_for = observed_for
+        # The last state of each row, and when it was first read.
+        self._seen: dict[Hashable, tuple[Hashable, float]] = {}
 
     def key(
         self,
@@ -225,7 +205,7 @@ class Reader:
         now = date.timestamp()
         # On SQLite, and if no clock is trusted, an expired share that still exists
         # belonged to its claim all the time.
-        unclocked = self.observations is not None or self.session.engine.one_writer
+        unclocked = self.observed_for is not None or self.session.engine.one_writer
         at = Moment(now, self.grace, ticks_at(now, self.session.engine.vendor), date)
         shares, queue = [], []
         for one in claims:
@@ -256,7 +236,15 @@ class Reader:
         end = float(row.end_time.timestamp())
         # It waits, or has been released.
         is_lease = getattr(row, "status", "P" if row.hold_count else "S") == "P"
-        if self.observations is None or asked_at is None or not is_lease:
+        if self.observed_for is None or asked_at is None or not is_lease:
             return end
-        left = self.observations.note(row.pk, (row.version, end), asked_at)
+        state = row.version, end
+        known, since = self._seen.get(row.pk, (None, 0.0))
+        if known != state:
+            if len(self._seen) >= REMEMBERED:
+                self._seen.clear()
+            # The row may have been written a moment before the reply arrived.
+            since = clock.now()
+            self._seen[row.pk] = state, since
+        left = since + self.observed_for - asked_at
         return now + left - self.grace

@@ -25,7 +25,6 @@ from dlocks.backends.database.state import (
     IS_IN_TRANSACTION,
     MOMENT,
     Key,
-    Observations,
     Reader,
     batches,
     fitted,
@@ -72,16 +71,16 @@ class Store:
         *,
         prefix: Callable[[], str],
         grace: float,
-        observations: Observations | None = None,
+        observed_for: float | None = None,
         deletes: bool = False,
     ) -> None:
         self.session = session
         # Returns the prefix of the backend's keys.
         self.prefix = prefix
         self.grace = grace
-        # Detects dead holders if no clock is trusted.
-        self.observations = observations
-        self.reader = Reader(session, grace, observations)
+        # Whether no clock is trusted.
+        self.observed = observed_for is not None
+        self.reader = Reader(session, grace, observed_for)
         # Whether the row of a free key is deleted.
         self.deletes = deletes
         # Calls a function outside of the caller's transaction, unless that is alone.
