@@ -19,7 +19,7 @@ from dlocks.runtime import clock
 from dlocks.runtime.keeper import keeper
 from dlocks.runtime.process import in_child
 from dlocks.runtime.requests import request
-from dlocks.signals import End, Watcher, watchers
+from dlocks.signals import Event, watchers
 from dlocks.transactions import in_testcase
 
 if TYPE_CHECKING:
@@ -95,18 +95,16 @@ class HistoryBuffer:
         later.
         """
         with self._writing:
-            while True:
-                if not self._records:
-                    break
+            while self._records:
                 batch = [
                     self._records.popleft()
                     for _ in range(min(BATCH, len(self._records)))
                 ]
                 database = self.backend.connection.settings_dict["NAME"]
                 try:
-                    if records := list(
+                    if records := [
                         record for record in batch if record.database == database
-                    ):
+                    ]:
                         request(self.backend.records.remember, records, clock.now())
                 except LockBackendError as error:
                     if not self._failed:
@@ -129,10 +127,10 @@ def flush() -> None:
         keeper.run(buffer.write, buffer.backend)
 
 
-class History(Watcher):
+class History:
     """The watcher that records ended holds."""
 
-    def ended(self, hold: Hold, how: End) -> None:
+    def ended(self, event: Event, hold: Hold) -> None:
         backend = hold.backend
         if not isinstance(backend, DatabaseBackend) or not backend.history:
             return
@@ -140,12 +138,14 @@ class History(Watcher):
             backend, HistoryBuffer(backend)
         )
         buffer.record(
-            hold, "F" if how == "released" and hold.has_failed else _ENDINGS[how]
+            hold, "F" if event == "released" and hold.has_failed else _ENDINGS[event]
         )
+
+    released = lost = detached = ended
 
 
 # The choices of ``HoldRecord.ending``.
-_ENDINGS = {"released": "R", "lost": "L", "detached": "D"}
+_ENDINGS: dict[Event, str] = {"released": "R", "lost": "L", "detached": "D"}
 
 watchers.append(History())
 # The parent process writes its own records. A forked child must not write them again.

@@ -12,12 +12,9 @@ from __future__ import annotations
 import inspect
 import logging
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from django.dispatch import Signal
-
-if TYPE_CHECKING:
-    from dlocks.values import Holder
 
 logger = logging.getLogger("dlocks")
 
@@ -27,26 +24,20 @@ lock_lost = Signal()
 lock_detached = Signal()
 lock_timeout = Signal()
 
-End = Literal["released", "lost", "detached"]
+Event = Literal["acquired", "released", "lost", "detached", "timed_out"]
 
+_SIGNALS: dict[Event, Signal] = {
+    "acquired": lock_acquired,
+    "released": lock_released,
+    "lost": lock_lost,
+    "detached": lock_detached,
+    "timed_out": lock_timeout,
+}
 
-class Watcher:
-    """An observer of locks within dlocks.
-
-    It is called directly. Sending a signal costs more than most observers do.
-    """
-
-    def acquired(self, hold: Any) -> None:
-        pass
-
-    def ended(self, hold: Any, how: End) -> None:
-        pass
-
-    def timed_out(self, lock: Any, holder: Holder | None, waited: float) -> None:
-        pass
-
-
-watchers: list[Watcher] = []
+# The observers of locks within dlocks. They have a method for each event that they
+# observe, with the event and the arguments of its signal. It is called directly,
+# because sending a signal costs more than most observers do.
+watchers: list[Any] = []
 
 
 def is_interrupt(error: BaseException) -> bool:
@@ -75,53 +66,24 @@ def _is_argument(value: FrameType, frame: FrameType) -> bool:
     return any(argument is value for argument in arguments)
 
 
-def _raise_interrupt(answers: Any) -> None:
-    """Raise an error by which a signal handler has ended a receiver."""
-    for _receiver, answer in answers:
+def send_event(event: Event, lock: Any, /, **facts: Any) -> None:
+    """Call the watchers of an event, and then the receivers of its signal."""
+    for watcher in watchers:
+        watch = getattr(watcher, event, None)
+        if watch is None:
+            continue
+        try:
+            watch(event, **facts)
+        except Exception as error:
+            if is_interrupt(error):
+                raise
+            logger.exception("%r failed", watcher)
+    for _receiver, answer in _SIGNALS[event].send_robust(type(lock), **facts):
+        # A signal handler may have ended a receiver.
         if isinstance(answer, Exception) and is_interrupt(answer):
             raise answer
 
 
-def send_acquired(hold: Any) -> None:
-    for watcher in watchers:
-        try:
-            watcher.acquired(hold)
-        except Exception as error:
-            if is_interrupt(error):
-                raise
-            logger.exception("%r failed", watcher)
-    if answers := lock_acquired.send_robust(type(hold.lock), hold=hold):
-        _raise_interrupt(answers)
-
-
-def has_receivers(hold: Any, how: End) -> bool:
+def has_receivers(hold: Any, event: Event) -> bool:
     """Return whether the end of a hold is signalled to code of users."""
-    return bool(_ENDS[how].has_listeners(type(hold.lock)))
-
-
-def send_ended(hold: Any, how: End) -> None:
-    for watcher in watchers:
-        try:
-            watcher.ended(hold, how)
-        except Exception as error:
-            if is_interrupt(error):
-                raise
-            logger.exception("%r failed", watcher)
-    if answers := _ENDS[how].send_robust(type(hold.lock), hold=hold):
-        _raise_interrupt(answers)
-
-
-def send_timed_out(lock: Any, holder: Holder | None, waited: float) -> None:
-    for watcher in watchers:
-        try:
-            watcher.timed_out(lock, holder, waited)
-        except Exception as error:
-            if is_interrupt(error):
-                raise
-            logger.exception("%r failed", watcher)
-    _raise_interrupt(
-        lock_timeout.send_robust(type(lock), lock=lock, holder=holder, waited=waited)
-    )
-
-
-_ENDS = {"released": lock_released, "lost": lock_lost, "detached": lock_detached}
+    return bool(_SIGNALS[event].has_listeners(type(hold.lock)))

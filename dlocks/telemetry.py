@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from dlocks.conf import backends
-from dlocks.signals import End, Watcher, watchers
+from dlocks.signals import Event, watchers
 from dlocks.version import __version__
 
 try:
@@ -35,64 +35,61 @@ BOUNDARIES = (
 )  # fmt: skip
 
 
-class Log(Watcher):
+class Log:
     """The watcher that writes log lines.
 
     Their records have the fields ``lock_key``, ``lock_holder``, ``lock_token``,
     ``lock_waited`` and ``lock_held``.
     """
 
-    def acquired(self, hold: Hold) -> None:
+    def acquired(self, event: Event, hold: Hold) -> None:
         if logger.isEnabledFor(logging.DEBUG):
-            who = hold.claim.holder
-            message = "%r acquired by %s, token %d, waited %.3f s"
-            logger.debug(
-                message, hold.key, who, hold.token, hold.waited, extra=_fields(hold)
+            _log(
+                logging.DEBUG,
+                "%(lock_key)r acquired by %(lock_holder)s, token %(lock_token)d, waited"
+                " %(lock_waited).3f s",
+                _fields(hold),
             )
         if hold.takeover:
-            message = (
-                "%r was taken over by %s, token %d: its last holder never released it"
-            )
-            logger.warning(
-                message, hold.key, hold.claim.holder, hold.token, extra=_fields(hold)
+            _log(
+                logging.WARNING,
+                "%(lock_key)r was taken over by %(lock_holder)s, token %(lock_token)d:"
+                " its last holder never released it",
+                _fields(hold),
             )
         slow = hold.backend.slow_wait
         if slow is not None and hold.waited >= slow:
-            self._slow_wait(slow, f"acquired by {hold.claim.holder}", _fields(hold))
+            _slow_wait(slow, f"acquired by {hold.claim.holder}", _fields(hold))
 
-    def ended(self, hold: Hold, how: End) -> None:
+    def ended(self, event: Event, hold: Hold) -> None:
         slow = hold.backend.slow_hold
         debugged = logger.isEnabledFor(logging.DEBUG)
         if slow is None and not debugged:
             return
-        held, who = hold.age, hold.claim.holder
+        held = hold.age
+        fields = {**_fields(hold), "lock_held": held}
         if debugged:
-            message = "%r %s by %s, token %d, waited %.3f s, held %.3f s"
-            logger.debug(
-                message,
-                hold.key,
-                how,
-                who,
-                hold.token,
-                hold.waited,
-                held,
-                extra=_fields(hold, held),
+            _log(
+                logging.DEBUG,
+                "%(lock_key)r %(event)s by %(lock_holder)s, token %(lock_token)d,"
+                " waited %(lock_waited).3f s, held %(lock_held).3f s",
+                fields,
+                event=event,
             )
         if slow is not None and held >= slow:
-            message = (
-                "%r was held for %.3f s by %s, token %d, longer than slow_hold (%g s)"
-            )
-            logger.warning(
-                message,
-                hold.key,
-                held,
-                who,
-                hold.token,
-                slow,
-                extra=_fields(hold, held),
+            _log(
+                logging.WARNING,
+                "%(lock_key)r was held for %(lock_held).3f s by %(lock_holder)s, token"
+                " %(lock_token)d, longer than slow_hold (%(slow)g s)",
+                fields,
+                slow=slow,
             )
 
-    def timed_out(self, lock: LockPolicy, holder: Holder | None, waited: float) -> None:
+    released = lost = detached = ended
+
+    def timed_out(
+        self, event: Event, lock: LockPolicy, holder: Holder | None, waited: float
+    ) -> None:
         fields = {
             "lock_key": lock.key,
             "lock_holder": holder.holder if holder is not None else "",
@@ -101,25 +98,39 @@ class Log(Watcher):
             "lock_held": None,
         }
         who = f"held by {holder}" if holder is not None else "holder unknown"
-        logger.debug(
-            "%r not acquired, waited %.3f s, %s", lock.key, waited, who, extra=fields
-        )
+        message = "%(lock_key)r not acquired, waited %(lock_waited).3f s, %(who)s"
+        _log(logging.DEBUG, message, fields, who=who)
         slow = backends[lock.using].slow_wait
         if slow is not None and waited >= slow:
-            self._slow_wait(slow, f"not acquired, {who}", fields)
-
-    def _slow_wait(self, slow: float, what: str, fields: Mapping[str, Any]) -> None:
-        logger.warning(
-            "%r: a caller waited %.3f s, longer than slow_wait (%g s): %s",
-            fields["lock_key"],
-            fields["lock_waited"],
-            slow,
-            what,
-            extra=fields,
-        )
+            _slow_wait(slow, f"not acquired, {who}", fields)
 
 
-class OpenTelemetry(Watcher):
+def _fields(hold: Hold) -> dict[str, Any]:
+    return {
+        "lock_key": hold.key,
+        "lock_holder": hold.claim.holder,
+        "lock_token": hold.token,
+        "lock_waited": hold.waited,
+        "lock_held": None,
+    }
+
+
+def _slow_wait(slow: float, what: str, fields: dict[str, Any]) -> None:
+    _log(
+        logging.WARNING,
+        "%(lock_key)r: a caller waited %(lock_waited).3f s, longer than slow_wait"
+        " (%(slow)g s): %(what)s",
+        fields,
+        slow=slow,
+        what=what,
+    )
+
+
+def _log(level: int, message: str, fields: dict[str, Any], **more: Any) -> None:
+    logger.log(level, message, {**fields, **more}, extra=fields)
+
+
+class OpenTelemetry:
     """The watcher that records histograms, counters and spans.
 
     It uses only OpenTelemetry's API. Without an SDK nothing is recorded.
@@ -151,9 +162,9 @@ class OpenTelemetry(Watcher):
             "dlocks.takeovers", "{hold}", "Holds that took over an expired lease."
         )
 
-    def acquired(self, hold: Hold) -> None:
+    def acquired(self, event: Event, hold: Hold) -> None:
         attributes = self._attributes(hold.lock, hold.scope)
-        self._wait.record(hold.waited, {**attributes, "dlocks.outcome": "acquired"})
+        self._wait.record(hold.waited, {**attributes, "dlocks.outcome": event})
         if hold.waited:
             self._contentions.add(1, attributes)
         if hold.takeover:
@@ -173,19 +184,23 @@ class OpenTelemetry(Watcher):
             {"dlocks.token": hold.token, "dlocks.takeover": hold.takeover},
         )
 
-    def ended(self, hold: Hold, how: End) -> None:
+    def ended(self, event: Event, hold: Hold) -> None:
         attributes = self._attributes(hold.lock, hold.scope)
-        self._hold.record(hold.age, {**attributes, "dlocks.outcome": how})
+        self._hold.record(hold.age, {**attributes, "dlocks.outcome": event})
         span = self._spans.pop(hold, None)
-        if how == "lost":
+        if event == "lost":
             self._losses.add(1, attributes)
             if span is not None:
                 span.set_status(trace.StatusCode.ERROR, "lost")
         if span is not None:
-            span.set_attribute("dlocks.outcome", how)
+            span.set_attribute("dlocks.outcome", event)
             span.end()
 
-    def timed_out(self, lock: LockPolicy, holder: Holder | None, waited: float) -> None:
+    released = lost = detached = ended
+
+    def timed_out(
+        self, event: Event, lock: LockPolicy, holder: Holder | None, waited: float
+    ) -> None:
         attributes = self._attributes(lock)
         self._wait.record(waited, {**attributes, "dlocks.outcome": "timeout"})
         self._contentions.add(1, attributes)
@@ -216,16 +231,6 @@ class OpenTelemetry(Watcher):
         began = time.time_ns() - round(ago * 1e9)
         attributes = {"dlocks.key": lock.key, "dlocks.alias": lock.using, **attributes}
         return self._tracer.start_span(name, start_time=began, attributes=attributes)
-
-
-def _fields(hold: Hold, held: float | None = None) -> dict[str, Any]:
-    return {
-        "lock_key": hold.key,
-        "lock_holder": hold.claim.holder,
-        "lock_token": hold.token,
-        "lock_waited": hold.waited,
-        "lock_held": held,
-    }
 
 
 watchers.append(Log())

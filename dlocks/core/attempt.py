@@ -32,7 +32,7 @@ from dlocks.runtime.requests import refuse_nested, request
 from dlocks.runtime.threads import PythonIsExitingError
 from dlocks.runtime.waiter import Waiter
 from dlocks.runtime.waiters import waiters_of
-from dlocks.signals import send_acquired
+from dlocks.signals import send_event
 from dlocks.values import Claim, Grant, Ticket
 
 A = TypeVar("A")
@@ -259,7 +259,7 @@ class Attempt:
             waiters_of(self.backend).remove(self.waiter)
             self.waiter = None
         self.is_granted = True
-        send_acquired(face)
+        send_event("acquired", face.lock, hold=face)
         return face
 
     def receive(self) -> None:

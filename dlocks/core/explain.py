@@ -29,7 +29,7 @@ from dlocks.runtime.jobs import GONE
 from dlocks.runtime.keeper import OUTSIDE_TIMEOUT, keeper
 from dlocks.runtime.requests import request
 from dlocks.runtime.threads import PythonIsExitingError
-from dlocks.signals import send_timed_out
+from dlocks.signals import send_event
 from dlocks.text import duration, permits_taken, shown_holder, without_note
 from dlocks.values import UNLIMITED, Holder
 
@@ -106,7 +106,8 @@ def _facts_of_timeout(attempt: Any) -> tuple[dict[str, Any], str]:
         holder, who = callers.read_outside(
             partial(_current_holder, attempt), attempt.backend, OUTSIDE_TIMEOUT
         )
-    send_timed_out(attempt.lock, holder, clock.now() - attempt.began)
+    lock, waited = attempt.lock, clock.now() - attempt.began
+    send_event("timed_out", lock, lock=lock, holder=holder, waited=waited)
     facts = {"key": attempt.lock.key, "timeout": attempt.timeout, "holder": holder}
     return facts, who
 

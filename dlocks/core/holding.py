@@ -28,7 +28,7 @@ from dlocks.runtime.clock import FOREVER
 from dlocks.runtime.connected import connection_of
 from dlocks.runtime.keeper import keeper
 from dlocks.runtime.requests import refuse_nested, request
-from dlocks.signals import has_receivers, send_ended
+from dlocks.signals import has_receivers, send_event
 from dlocks.transactions import TransactionMarker, forbid_commit, in_testcase
 from dlocks.values import Claim, Grant
 
@@ -518,9 +518,11 @@ class Holding:
     def send_ended(self, how: Any) -> None:
         face, self.face = self.face, None
         if face is not None and keeper.is_current and has_receivers(face, how):
-            losses.send_in_thread(partial(send_ended, face, how), face.key)
+            losses.send_in_thread(
+                partial(send_event, how, face.lock, hold=face), face.key
+            )
         elif face is not None:
-            send_ended(face, how)
+            send_event(how, face.lock, hold=face)
 
     # The end of transactions.
 

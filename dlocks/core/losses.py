@@ -15,7 +15,7 @@ from django.db import connections
 from dlocks.core.life import Life
 from dlocks.exceptions import LockLost
 from dlocks.runtime.keeper import keeper
-from dlocks.signals import is_interrupt, send_ended
+from dlocks.signals import is_interrupt, send_event
 
 logger = logging.getLogger("dlocks")
 
@@ -81,7 +81,7 @@ def send_in_thread(send: Callable[[], None], key: str) -> None:
 
 
 def _send(face: Any, life: Life) -> None:
-    send_ended(face, "lost")
+    send_event("lost", face.lock, hold=face)
     for on_lost, hold in _callbacks(face, life):
         try:
             on_lost(hold)
