@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 
 Messages = list[checks.CheckMessage]
+Found = Iterator[checks.CheckMessage]
 
 # The newest version of Django that the tests run with.
 NEWEST_DJANGO = 6, 1
@@ -185,22 +186,36 @@ def check_alias(backend: Backend) -> Messages:
         return []
     messages: Messages = []
     try:
-        # A session does not find tables in another schema, so they would be reported as
-        # missing.
-        messages += _check_schema(backend) or _check_migrated(backend)
-        messages += _check_interference(backend)
-        if backend.connection.vendor == "mysql":
-            messages += _check_innodb(backend)
-        if backend.connection.vendor != "sqlite":
-            messages += _check_isolation(backend)
+        messages.extend(_check_database(backend))
     except Error as error:
-        messages.append(
-            checks.Warning(
-                f"The tables of dlocks could not be checked: {error}",
-                id="dlocks.W005",
-            )
-        )
+        what = f"The tables of dlocks could not be checked: {error}"
+        messages.append(checks.Warning(what, id="dlocks.W005"))
     return messages
+
+
+def _check_database(backend: DatabaseBackend) -> Found:
+    vendor = backend.connection.vendor
+    refusal = None
+    if vendor == "postgresql":
+        refusal = find_tables(backend.connection).refusal(backend.database)
+    if refusal is None:
+        yield from _check_migrated(backend)
+    else:
+        # A session does not find tables in another schema, so they would be reported as
+        # missing. An error would stop the migrate that solves the problem.
+        yield checks.Warning(refusal, id="dlocks.W008")
+    yield from _check_interference(backend)
+    if vendor == "mysql":
+        yield from _check_innodb(backend)
+    if vendor != "sqlite":
+        yield from _check_isolation(backend)
+
+
+def _tables() -> list[str]:
+    """Return the names of the tables of locks and claims."""
+    from dlocks.models import LockClaim, ResourceLock
+
+    return [ResourceLock._meta.db_table, LockClaim._meta.db_table]
 
 
 def _check_session(backend: SessionBackend) -> Messages:
@@ -217,10 +232,10 @@ def _check_session(backend: SessionBackend) -> Messages:
     return []
 
 
-def _check_migrated(backend: DatabaseBackend) -> Messages:
-    from dlocks.models import HoldRecord, LockClaim, ResourceLock
+def _check_migrated(backend: DatabaseBackend) -> Found:
+    from dlocks.models import HoldRecord
 
-    locks, claims = ResourceLock._meta.db_table, LockClaim._meta.db_table
+    locks, claims = _tables()
     needed = {
         claims: "waiting for a lock fails",
         HoldRecord._meta.db_table: "no hold is recorded",
@@ -230,40 +245,29 @@ def _check_migrated(backend: DatabaseBackend) -> Messages:
     hint = f"Run 'manage.py migrate dlocks --database {backend.database}'."
     if locks not in tables:
         # The first 'manage.py migrate' runs this check before it creates the table.
-        if sys.argv[1:2] == ["migrate"]:
-            return []
-        what = (
-            f"Database {backend.database!r} does not have the table {locks}, so every"
-            " lock on it fails."
-        )
-        return [checks.Warning(what, hint=hint, id="dlocks.W006")]
-    return [
-        checks.Warning(
-            f"Database {backend.database!r} has the table {locks} but not {table}. Its"
-            f" tables are of an older version of dlocks, and {consequence}.",
-            hint=hint,
-            id="dlocks.W006",
-        )
-        for table, consequence in needed.items()
-        if table not in tables
-    ]
+        if sys.argv[1:2] != ["migrate"]:
+            yield checks.Warning(
+                f"Database {backend.database!r} does not have the table {locks}, so"
+                " every lock on it fails.",
+                hint=hint,
+                id="dlocks.W006",
+            )
+        return
+    for table, consequence in needed.items():
+        if table not in tables:
+            yield checks.Warning(
+                f"Database {backend.database!r} has the table {locks} but not {table}."
+                " Its tables are of an older version of dlocks, and"
+                f" {consequence}.",
+                hint=hint,
+                id="dlocks.W006",
+            )
 
 
-def _check_schema(backend: DatabaseBackend) -> Messages:
-    if backend.connection.vendor != "postgresql":
-        return []
-    refusal = find_tables(backend.connection).refusal(backend.database)
-    # An error would stop the migrate that solves the problem.
-    return [] if refusal is None else [checks.Warning(refusal, id="dlocks.W008")]
-
-
-def _check_interference(backend: DatabaseBackend) -> Messages:
+def _check_interference(backend: DatabaseBackend) -> Found:
     """Check that no policy hides rows, and that no trigger changes them."""
-    from dlocks.models import LockClaim, ResourceLock
-
-    connection = backend.connection
+    connection, tables = backend.connection, _tables()
     vendor, schema = connection.vendor, schema_of(connection)
-    tables = [ResourceLock._meta.db_table, LockClaim._meta.db_table]
     if vendor == "postgresql":
         tables = [qualified(table, connection, schema) for table in tables]
     hiding: Sequence[Any] = ()
@@ -273,34 +277,29 @@ def _check_interference(backend: DatabaseBackend) -> Messages:
         if vendor == "postgresql":
             cursor.execute(ROW_SECURITY, tables)
             hiding = cursor.fetchall()
-    messages: Messages = [
-        checks.Warning(
+    for (table,) in hiding:
+        yield checks.Warning(
             f"The table {table} on database {backend.database!r} has row security. A"
             " role from which a policy hides rows cannot acquire their locks, or does"
             " not see that they are held.",
             hint=f"ALTER TABLE {table} DISABLE ROW LEVEL SECURITY;",
             id="dlocks.W010",
         )
-        for (table,) in hiding
-    ]
-    return messages + [
-        checks.Warning(
+    for table, trigger in triggers:
+        yield checks.Warning(
             f"The table {table} on database {backend.database!r} has the trigger"
             f" {trigger!r}. It runs with every lock, which fails or is granted wrongly"
             " if the trigger fails or changes a row.",
             hint="Drop the trigger, or silence this warning if it does neither.",
             id="dlocks.W011",
         )
-        for table, trigger in triggers
-    ]
 
 
-def _check_innodb(backend: DatabaseBackend) -> Messages:
+def _check_innodb(backend: DatabaseBackend) -> Found:
     from dlocks.fields import KeyField
     from dlocks.models import LockClaim, ResourceLock
 
-    ours = "table_schema = DATABASE() AND table_name IN (%s, %s)"
-    names = [ResourceLock._meta.db_table, LockClaim._meta.db_table]
+    ours, names = "table_schema = DATABASE() AND table_name IN (%s, %s)", _tables()
     with backend.connection.cursor() as cursor:
         cursor.execute(
             f"SELECT table_name, engine FROM information_schema.tables WHERE {ours}",
@@ -315,16 +314,15 @@ def _check_innodb(backend: DatabaseBackend) -> Messages:
         collations = {
             (table, column): collation for table, column, collation in cursor.fetchall()
         }
-    messages: Messages = [
-        checks.Error(
-            f"The table {table} on database {backend.database!r} uses {engine}, which"
-            " has neither transactions nor row locks, so its locks are not safe.",
-            hint=f"ALTER TABLE {table} ENGINE = InnoDB;",
-            id="dlocks.E005",
-        )
-        for table, engine in engines
-        if engine != "InnoDB"
-    ]
+    for table, engine in engines:
+        if engine != "InnoDB":
+            yield checks.Error(
+                f"The table {table} on database {backend.database!r} uses {engine},"
+                " which has neither transactions nor row locks, so its locks are not"
+                " safe.",
+                hint=f"ALTER TABLE {table} ENGINE = InnoDB;",
+                id="dlocks.E005",
+            )
     for field in (
         *ResourceLock._meta.concrete_fields,
         *LockClaim._meta.concrete_fields,
@@ -337,18 +335,15 @@ def _check_innodb(backend: DatabaseBackend) -> Messages:
             definition = (
                 f"{field.db_type(backend.connection)} COLLATE {wanted} NOT NULL"
             )
-            messages.append(
-                checks.Error(
-                    f"{table}.{column} on database {backend.database!r} has the"
-                    f" collation {found}, which treats some different keys as equal.",
-                    hint=f"ALTER TABLE {table} MODIFY {column} {definition};",
-                    id="dlocks.E006",
-                )
+            yield checks.Error(
+                f"{table}.{column} on database {backend.database!r} has the collation"
+                f" {found}, which treats some different keys as equal.",
+                hint=f"ALTER TABLE {table} MODIFY {column} {definition};",
+                id="dlocks.E006",
             )
-    return messages
 
 
-def _check_isolation(backend: DatabaseBackend) -> Messages:
+def _check_isolation(backend: DatabaseBackend) -> Found:
     """Check the isolation level of a session.
 
     It may be a default of the server, the database or the role.
@@ -357,11 +352,10 @@ def _check_isolation(backend: DatabaseBackend) -> Messages:
     options = connection.settings_dict["OPTIONS"]
     if connection.vendor == "postgresql" and options.get("isolation_level") is not None:
         # The driver sets it at each BEGIN, and another check has examined it.
-        return []
+        return
     with connection.cursor() as cursor:
         cursor.execute(backend.session.engine.isolation)
         level, *all_or_nothing = cursor.fetchone()
-    messages: Messages = []
     if level.upper().replace("-", " ") not in backend.session.engine.levels:
         how = (
             "'read committed'"
@@ -369,28 +363,23 @@ def _check_isolation(backend: DatabaseBackend) -> Messages:
             else "IsolationLevel.READ_COMMITTED, or change"
             " default_transaction_isolation on the server"
         )
-        messages.append(
-            checks.Warning(
-                f"Sessions on database {backend.database!r} run at {level}, so locks"
-                " inside transactions are refused.",
-                hint=(
-                    f"Set DATABASES[{backend.database!r}]['OPTIONS']['isolation_level']"
-                    f" = {how}."
-                ),
-                id="dlocks.W004",
-            )
+        yield checks.Warning(
+            f"Sessions on database {backend.database!r} run at {level}, so locks inside"
+            " transactions are refused.",
+            hint=(
+                f"Set DATABASES[{backend.database!r}]['OPTIONS']['isolation_level'] ="
+                f" {how}."
+            ),
+            id="dlocks.W004",
         )
     if any(all_or_nothing):
-        messages.append(
-            checks.Warning(
-                f"The server of database {backend.database!r} runs with"
-                " innodb_rollback_on_timeout=ON, so a busy key would roll back a whole"
-                " transaction. Locks inside transactions are refused.",
-                hint=(
-                    "Switch it off in the configuration of the server, or use locks"
-                    " with scope='lease'."
-                ),
-                id="dlocks.W004",
-            )
+        yield checks.Warning(
+            f"The server of database {backend.database!r} runs with"
+            " innodb_rollback_on_timeout=ON, so a busy key would roll back a whole"
+            " transaction. Locks inside transactions are refused.",
+            hint=(
+                "Switch it off in the configuration of the server, or use locks with"
+                " scope='lease'."
+            ),
+            id="dlocks.W004",
         )
-    return messages
