@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from dlocks.text import NAMED
+
 if TYPE_CHECKING:
     from django.db.models import Model
 
     from dlocks.values import Holder, Waiter
-
-
-# Maximum number of rows in one error message.
-NAMED = 10
 
 
 class LockError(Exception):

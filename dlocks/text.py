@@ -22,7 +22,7 @@ HIDDEN = "a hidden holder"
 # Maximum number of characters of a holder's name.
 HOLDER_LENGTH = 255
 
-# The number of holders that a message names at most.
+# The number of holders, keys or rows that a message names at most.
 NAMED = 10
 
 

@@ -96,16 +96,7 @@ class Source:
             "source": self,
             "alias": self.query.get("alias"),
             "alias_query": f"?{urlencode(self.query)}" if self.query else "",
-            "aliases": [
-                {
-                    "name": alias,
-                    "query": urlencode({"alias": alias}),
-                    "is_current": alias == self.alias,
-                    "database": backend.database,
-                    "prefix": backend.prefix,
-                }
-                for alias, backend in self.shown.items()
-            ],
+            "aliases": self.shown.items(),
         }
 
 
@@ -132,14 +123,10 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     class Media:
         css = {"all": ["dlocks/admin.css"]}
 
-    def has_add_permission(self, request: HttpRequest) -> bool:
+    def has_add_permission(self, request: HttpRequest, obj: Any = None) -> bool:
         return False
 
-    def has_change_permission(self, request: HttpRequest, obj: Any = None) -> bool:
-        return False
-
-    def has_delete_permission(self, request: HttpRequest, obj: Any = None) -> bool:
-        return False
+    has_change_permission = has_delete_permission = has_add_permission
 
     def lookup_allowed(
         self, lookup: str, value: Any, request: HttpRequest | None = None

@@ -33,13 +33,11 @@ from dlocks.operations import (
     shares,
     take_out,
 )
-from dlocks.text import printable
+from dlocks.text import NAMED, printable
 
 # Locks that one action accepts. The form has a field for each, and their number must
 # stay below DATA_UPLOAD_MAX_NUMBER_FIELDS.
 MOST = 400
-# Locks that one message names.
-NAMED = 10
 
 Kind = Literal["lock", "share", "claim"]
 STALE = Q(state__in=[ClaimState.STALE, ClaimState.DEAD])
@@ -173,10 +171,9 @@ def held_of(
 
 
 def rows_of(
-    backend: DatabaseBackend, targets: Iterable[Target]
+    backend: DatabaseBackend, targets: list[Target]
 ) -> list[tuple[Target, LockRow | None]]:
     """Return each target with its present row, or with None if it has changed."""
-    targets = list(targets)
     keys = [one.key for one in targets if is_key(backend, one.key)]
     numbers = [one.number for one in targets]
     found = [
