@@ -170,16 +170,15 @@ class LockDecorator(Generic[B]):
         if isinstance(function, type):
             return self._view_class(function)
         refuse_undecoratable(function)
-        key_of = self.key if callable(self.key) else KeyOfCall(self.key, function)
-        return (
-            self._asynchronous(function, key_of)
-            if iscoroutinefunction(function)
-            else self._sync(function, key_of)
-        )
+        is_asynchronous = iscoroutinefunction(function)
+        return (self._asynchronous if is_asynchronous else self._sync)(function)
 
-    def _sync(
-        self, function: Callable[..., Any], key_of: Callable[..., str]
-    ) -> Callable[..., Any]:
+    def _key_of(self, function: Callable[..., Any]) -> Callable[..., str]:
+        return self.key if callable(self.key) else KeyOfCall(self.key, function)
+
+    def _sync(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        key_of = self._key_of(function)
+
         @functools.wraps(function)
         def locked(*args: Any, **kwargs: Any) -> Any:
             key, entered = key_of(*args, **kwargs), False
@@ -204,9 +203,9 @@ class LockDecorator(Generic[B]):
 
         return locked
 
-    def _asynchronous(
-        self, function: Callable[..., Any], key_of: Callable[..., str]
-    ) -> Callable[..., Any]:
+    def _asynchronous(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        key_of = self._key_of(function)
+
         @functools.wraps(function)
         async def locked(*args: Any, **kwargs: Any) -> Any:
             try:
@@ -246,11 +245,7 @@ class LockDecorator(Generic[B]):
                 " methods instead."
             )
         dispatch = view_class.dispatch
-        key_of = self.key if callable(self.key) else KeyOfCall(self.key, dispatch)
-        sync, asynchronous = (
-            self._sync(dispatch, key_of),
-            self._asynchronous(dispatch, key_of),
-        )
+        sync, asynchronous = self._sync(dispatch), self._asynchronous(dispatch)
 
         @functools.wraps(dispatch)
         def locked(self: View, *args: Any, **kwargs: Any) -> Any:

@@ -134,12 +134,9 @@ class History:
         backend = hold.backend
         if not isinstance(backend, DatabaseBackend) or not backend.history:
             return
-        buffer = _buffers.get(backend) or _buffers.setdefault(
-            backend, HistoryBuffer(backend)
-        )
-        buffer.record(
-            hold, "F" if event == "released" and hold.has_failed else _ENDINGS[event]
-        )
+        buffer = _buffers.setdefault(backend, HistoryBuffer(backend))
+        has_failed = event == "released" and hold.has_failed
+        buffer.record(hold, "F" if has_failed else _ENDINGS[event])
 
     released = lost = detached = ended
 

@@ -185,9 +185,7 @@ class _Child:
                 try:
                     self._pass_on()
                     # A signal that arrives just before a wait is handled after it.
-                    while True:
-                        if self._process.poll() is not None:
-                            break
+                    while self._process.poll() is None:
                         with suppress(subprocess.TimeoutExpired):
                             self._process.wait(0.5)
                 except BaseException:
@@ -233,12 +231,7 @@ def _in_foreground() -> bool:
         # On Windows, Ctrl-C is sent to all processes of the console.
         return True
     try:
-        terminal = os.open(os.ctermid(), os.O_RDONLY | os.O_NOCTTY)
+        with Path(os.ctermid()).open("rb", buffering=0) as terminal:
+            return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
     except OSError:
         return False
-    try:
-        return os.tcgetpgrp(terminal) == os.getpgrp()
-    except OSError:
-        return False
-    finally:
-        os.close(terminal)
