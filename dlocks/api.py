@@ -9,59 +9,46 @@ from dlocks.conf import DEFAULT_ALIAS
 from dlocks.core.lock import Lock
 from dlocks.core.options import KEY, KEYS, LOCK, KeyOptions, LockOptions, refuse_unknown
 from dlocks.core.shared import ReadWriteLock
-from dlocks.decorators import LockDecorator, refuse_bare
+from dlocks.decorators import Key, LockDecorator, refuse_bare
 
 T = TypeVar("T")
 
 
+class _Options(KeyOptions, total=False):
+    using: str
+
+
 @overload
 def db_lock(
-    key: str | Callable[..., str],
-    *,
-    busy: Literal["raise"],
-    using: str = ...,
-    **options: Unpack[KeyOptions],
+    key: Key, *, busy: Literal["raise"], **options: Unpack[_Options]
 ) -> LockDecorator[Never]: ...
 
 
 @overload
 def db_lock(
-    key: str | Callable[..., str],
-    *,
-    busy: Literal["skip"],
-    using: str = ...,
-    **options: Unpack[KeyOptions],
+    key: Key, *, busy: Literal["skip"], **options: Unpack[_Options]
 ) -> LockDecorator[None]: ...
 
 
 @overload
 def db_lock(
-    key: str | Callable[..., str],
-    *,
-    busy: Callable[..., T],
-    using: str = ...,
-    **options: Unpack[KeyOptions],
+    key: Key, *, busy: Callable[..., T], **options: Unpack[_Options]
 ) -> LockDecorator[T]: ...
 
 
 @overload
-def db_lock(key: str, *, using: str = ..., **options: Unpack[KeyOptions]) -> Lock: ...
+def db_lock(key: str, **options: Unpack[_Options]) -> Lock: ...
 
 
 @overload
 def db_lock(
-    key: str,
-    second: str,
-    /,
-    *more: str,
-    using: str = ...,
-    **options: Unpack[KeyOptions],
+    key: str, second: str, /, *more: str, **options: Unpack[_Options]
 ) -> Lock: ...
 
 
 @overload
 def db_lock(
-    key: Callable[..., str], *, using: str = ..., **options: Unpack[KeyOptions]
+    key: Callable[..., str], **options: Unpack[_Options]
 ) -> LockDecorator[Never]: ...
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, Never, TypeVar, Unpack, overload
+from typing import Any, Literal, Never, Required, TypeVar, Unpack, overload
 
 from django.core.management.base import BaseCommand, CommandError
 
@@ -64,39 +64,27 @@ class _OneRun(LockDecorator[B]):
         return Lock(key=key, **policy)
 
 
+class _Options(RunOptions, total=False):
+    min_hold: Required[Duration]
+    max_hold: Duration | None
+    using: str
+
+
 @overload
 def run_once(
-    key: Key,
-    *,
-    min_hold: Duration,
-    max_hold: Duration | None = ...,
-    busy: Literal["skip"] = ...,
-    using: str = ...,
-    **options: Unpack[RunOptions],
+    key: Key, *, busy: Literal["skip"] = ..., **options: Unpack[_Options]
 ) -> LockDecorator[None]: ...
 
 
 @overload
 def run_once(
-    key: Key,
-    *,
-    min_hold: Duration,
-    max_hold: Duration | None = ...,
-    busy: Literal["raise"],
-    using: str = ...,
-    **options: Unpack[RunOptions],
+    key: Key, *, busy: Literal["raise"], **options: Unpack[_Options]
 ) -> LockDecorator[Never]: ...
 
 
 @overload
 def run_once(
-    key: Key,
-    *,
-    min_hold: Duration,
-    max_hold: Duration | None = ...,
-    busy: Callable[..., T],
-    using: str = ...,
-    **options: Unpack[RunOptions],
+    key: Key, *, busy: Callable[..., T], **options: Unpack[_Options]
 ) -> LockDecorator[T]: ...
 
 
