@@ -9,12 +9,13 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from django.db import transaction
 from django.db.models import Q
 from django.utils.translation import gettext as _
 
+from dlocks import audit
 from dlocks.backends.base import HEARTBEAT_TIMEOUT, Backend
 from dlocks.backends.database.backend import DatabaseBackend
 from dlocks.backends.listing import listed
@@ -26,6 +27,8 @@ from dlocks.values import UNLIMITED
 # LockClaim with those of ``by_clock()``. The owner is deferred. Without rows, both are
 # made of a ``Holder``.
 LockRow = Any
+
+Kind = Literal["lock", "share", "claim"]
 
 # Maximum number of rows in memory.
 PAGE = 500
@@ -212,118 +215,100 @@ def is_session(lock: LockRow) -> bool:
     return bool(getattr(lock, "keeper", ""))
 
 
-def clear(
-    backend: Backend, key: str, version: int, *, stale_only: bool = False
+def end(
+    backend: Backend,
+    kind: Kind,
+    key: str,
+    number: int,
+    *,
+    reason: str | None,
+    by: str,
+    via: str,
+    what: audit.What | None = None,
+    stale_only: bool = False,
 ) -> LockRow:
-    """Clear the lock that a user was shown with this version.
+    """End a lock, a shared hold or a dead claim as a user was shown it.
 
-    Return the lock as it was before, or raise NotCleared.
+    ``number`` is its version, its token or its id. Without a reason, end only what is
+    stale. The audit log names the act ``what``, by default after the state. Return the
+    row as it was before, or raise NotCleared.
     """
+    stale_only = stale_only or reason is None
+    before = _present(backend, kind, key, number, stale_only=stale_only)
+    act: Callable[[str, int], bool] = partial(backend.clear, stale_only=stale_only)
+    if isinstance(backend, DatabaseBackend):
+        if kind == "claim":
+            act = backend.maintenance.take_out
+        elif kind == "share":
+            act = partial(backend.maintenance.end_share, stale_only=stale_only)
+    # A savepoint keeps the transaction of a request usable if the database refuses.
+    inside = backend.in_transaction()
+    with transaction.atomic(using=backend.database) if inside else nullcontext():
+        done = act(key, number)
+    if not done:
+        why = kept_by_transaction()
+        if not isinstance(backend, DatabaseBackend):
+            why = _("acquired by another holder in the meantime")
+        elif stale_only and kind != "claim" and backend.store.observed:
+            why = _(
+                "expired by the database's clock, but not observed for long enough:"
+                " force its release, with a reason"
+            )
+        now = _present(backend, kind, key, number, stale_only=stale_only)
+        raise NotCleared(why, now)
+    audit.taken(
+        what or ("clear" if before.state == LockState.STALE else "force_release"),
+        kind=kind,
+        key=key,
+        number=number,
+        lost=before,
+        reason=reason or audit.STALE,
+        by=by,
+        via=via,
+        database=backend.database,
+    )
+    return before
 
-    def read() -> LockRow:
-        lock = shown(backend, key)
-        if lock is None and isinstance(backend, DatabaseBackend):
+
+def _present(
+    backend: Backend, kind: Kind, key: str, number: int, *, stale_only: bool
+) -> LockRow:
+    """Return the present row of what is to be ended, or raise NotCleared."""
+    if kind == "claim" and isinstance(backend, DatabaseBackend):
+        queued = claims(backend, [key]).filter(version__isnull=True)
+        found = queued.filter(pk=number).first() if is_column(number) else None
+        if found is None:
+            raise NotCleared(_("no longer in the queue"), None)
+        if found.state != ClaimState.DEAD:
+            raise NotCleared(_("its heartbeat has resumed"), found)
+        return found
+    if kind == "share":
+        found = next(iter(shares(backend, [key], number)), None)
+        if found is None:
+            raise NotCleared(_("the shared hold with this token has ended"), None)
+    else:
+        found = shown(backend, key)
+        if found is None and isinstance(backend, DatabaseBackend):
             raise NotCleared(_("the row no longer exists"), None)
-        if lock is None or lock.state == LockState.FREE:
-            raise NotCleared(_("already free"), lock)
-        if not in_row(lock):
-            raise NotCleared(_("shared in the meantime"), lock)
-        if lock.version != version:
-            raise NotCleared(_("acquired by another holder in the meantime"), lock)
-        if is_kept(lock):
-            raise NotCleared(kept_by_transaction(), lock)
-        if stale_only:
-            _refuse_live(backend, lock)
-        return lock
-
-    act = partial(backend.clear, key, version, stale_only=stale_only)
-    return _change(backend, read, act, stale_only=stale_only)
+        if found is None or found.state == LockState.FREE:
+            raise NotCleared(_("already free"), found)
+        if not in_row(found):
+            raise NotCleared(_("shared in the meantime"), found)
+        if found.version != number:
+            raise NotCleared(_("acquired by another holder in the meantime"), found)
+    if is_kept(found):
+        raise NotCleared(kept_by_transaction(), found)
+    if stale_only and found.state != LockState.STALE:
+        raise NotCleared(_("not stale"), found)
+    if stale_only and found.seconds_left > -backend.grace:
+        # A small step of the database's clock may have ended its lease early.
+        why = _("expired a moment ago: its holder may still renew it")
+        raise NotCleared(why, found)
+    return found
 
 
 def kept_by_transaction() -> str:
     return _("held by an open transaction: try again when it has ended")
-
-
-def end_share(
-    backend: Backend, key: str, token: int, *, stale_only: bool = False
-) -> LockRow:
-    """End the shared hold that a user was shown with this token.
-
-    Return the shared hold as it was before, or raise NotCleared.
-    """
-
-    def read() -> LockRow:
-        share = next(iter(shares(backend, [key], token)), None)
-        if share is None:
-            raise NotCleared(_("the shared hold with this token has ended"), None)
-        if is_kept(share):
-            raise NotCleared(kept_by_transaction(), share)
-        if stale_only:
-            _refuse_live(backend, share)
-        return share
-
-    end = (
-        backend.maintenance.end_share
-        if isinstance(backend, DatabaseBackend)
-        else backend.clear
-    )
-    act = partial(end, key, token, stale_only=stale_only)
-    return _change(backend, read, act, stale_only=stale_only)
-
-
-def _refuse_live(backend: Backend, hold: LockRow) -> None:
-    """Raise NotCleared unless a hold is stale, and its grace has passed."""
-    if hold.state not in {LockState.STALE, ClaimState.STALE}:
-        raise NotCleared(_("not stale"), hold)
-    if hold.seconds_left > -backend.grace:
-        # A small step of the database's clock may have ended its lease early.
-        raise NotCleared(_("expired a moment ago: its holder may still renew it"), hold)
-
-
-def take_out(backend: DatabaseBackend, key: str, number: int) -> LockRow:
-    """Remove a dead claim from the queue.
-
-    Return the claim as it was before, or raise NotCleared.
-    """
-
-    def read() -> LockRow:
-        claim = (
-            claims(backend, [key]).filter(pk=number, version__isnull=True).first()
-            if is_column(number)
-            else None
-        )
-        if claim is None:
-            raise NotCleared(_("no longer in the queue"), None)
-        if claim.state != ClaimState.DEAD:
-            raise NotCleared(_("its heartbeat has resumed"), claim)
-        return claim
-
-    return _change(backend, read, partial(backend.maintenance.take_out, key, number))
-
-
-def _change(
-    backend: Backend,
-    read: Callable[[], LockRow],
-    act: Callable[[], bool],
-    *,
-    stale_only: bool = False,
-) -> LockRow:
-    before = read()
-    # A savepoint keeps the transaction of a request usable if the database refuses.
-    inside = backend.in_transaction()
-    with transaction.atomic(using=backend.database) if inside else nullcontext():
-        done = act()
-    if done:
-        return before
-    why = kept_by_transaction()
-    if not isinstance(backend, DatabaseBackend):
-        why = _("acquired by another holder in the meantime")
-    elif stale_only and backend.store.observed:
-        why = _(
-            "expired by the database's clock, but not observed for long enough: force"
-            " its release, with a reason"
-        )
-    raise NotCleared(why, read())
 
 
 def is_column(number: int) -> bool:

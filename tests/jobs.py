@@ -1124,6 +1124,7 @@ def rights(pipe, name):
     Return its result or its error.
     """
     backend = backends["default"]
+    end = partial(operations.end, backend, reason="tests", by="tests", via="tests")
     calls = {
         "purge": lambda: sum(backend.maintenance.purge(0)),
         "reap": lambda: sum(backend.maintenance.reap()),
@@ -1132,8 +1133,8 @@ def rights(pipe, name):
             len(list(operations.with_claims(backend, page)))
             for page in operations.pages(backend, ["held"])
         ),
-        "clear": lambda: operations.clear(backend, "held", 1000).pk,
-        "end_share": lambda: operations.end_share(backend, "shared", 1001).version,
+        "clear": lambda: end("lock", "held", 1000).pk,
+        "end_share": lambda: end("share", "shared", 1001).version,
     }
     try:
         return calls[name]()

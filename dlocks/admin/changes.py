@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, Self, cast
+from typing import Any, Self, cast
 from urllib.parse import unquote
 
 from django.contrib import messages
@@ -14,24 +14,22 @@ from django.http import HttpRequest
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy, ngettext_lazy
 
-from dlocks import audit
+from dlocks import audit, operations
 from dlocks.admin.base import Source
 from dlocks.backends.database.backend import DatabaseBackend
 from dlocks.exceptions import LockBackendError
 from dlocks.models import ClaimState, LockState, ResourceLock
 from dlocks.operations import (
+    Kind,
     LockRow,
     NotCleared,
     claims,
-    clear,
     describe,
-    end_share,
     is_column,
     is_exclusive,
     is_key,
     locks_of,
     shares,
-    take_out,
 )
 from dlocks.text import NAMED, printable
 
@@ -39,7 +37,6 @@ from dlocks.text import NAMED, printable
 # stay below DATA_UPLOAD_MAX_NUMBER_FIELDS.
 MOST = 400
 
-Kind = Literal["lock", "share", "claim"]
 STALE = Q(state__in=[ClaimState.STALE, ClaimState.DEAD])
 
 # What the user reads about the keys of an action.
@@ -226,18 +223,27 @@ def end(
     ValueError if the reason is invalid. Write each change to the logs, and report the
     result to the user.
     """
-    if stale_only := reason is None:
-        reason = audit.STALE
-    else:
+    if reason is not None:
         reason = audit.reason_of(reason)
         targets = [target for target in targets if target.kind != "claim"]
     backend = Source.of(request).database
+    ends: audit.What = "clear" if reason is None else "force_release"
     done: dict[audit.What, list[str]] = {}
     refused: dict[str, list[str]] = {}
     trouble = None
     for target in targets:
+        what: audit.What = "take_out" if target.kind == "claim" else ends
         try:
-            what, lost = _end_one(backend, target, stale_only)
+            lost = operations.end(
+                backend,
+                target.kind,
+                target.key,
+                target.number,
+                reason=reason,
+                by=request.user.get_username(),
+                via="admin",
+                what=what,
+            )
         except NotCleared as refusal:
             refused.setdefault(str(refusal), []).append(target.key)
         except LockBackendError as error:
@@ -245,21 +251,9 @@ def end(
             break
         else:
             done.setdefault(what, []).append(target.key)
-            # First, because the admin's log may be in a database that fails.
-            audit.taken(
-                what,
-                kind=target.kind,
-                key=target.key,
-                number=target.number,
-                lost=lost,
-                reason=reason,
-                by=request.user.get_username(),
-                via="admin",
-                database=backend.database,
-            )
             change = LOGGED[what, target.kind]
             change %= {"holder": describe(lost, on_page=True)}
-            why = _("Reason: %(reason)s") % {"reason": printable(reason)}
+            why = _("Reason: %(reason)s") % {"reason": printable(reason or audit.STALE)}
             entry = ResourceLock(pk=target.key)
             admin.log_change(request, entry, f"{change} {why}")
     for each, keys in done.items():
@@ -273,20 +267,6 @@ def end(
     elif not done and not refused:
         text = _("None of the selected locks is stale.")
         admin.message_user(request, text, messages.WARNING)
-
-
-def _end_one(
-    backend: DatabaseBackend, target: Target, stale_only: bool
-) -> tuple[audit.What, LockRow]:
-    """End a target that has not changed, or raise NotCleared.
-
-    Return the act, as the audit log names it, and the row as it was before.
-    """
-    if target.kind == "claim":
-        return "take_out", take_out(backend, target.key, target.number)
-    act = end_share if target.kind == "share" else clear
-    lost = act(backend, target.key, target.number, stale_only=stale_only)
-    return "clear" if stale_only else "force_release", lost
 
 
 def _named(keys: list[str]) -> str:

@@ -15,9 +15,8 @@ from dlocks.models import LockState
 from dlocks.operations import (
     LockRow,
     NotCleared,
-    clear,
     describe,
-    end_share,
+    end,
     is_exclusive,
     is_kept,
     kept_by_transaction,
@@ -84,32 +83,24 @@ class Command(LockCommand):
         if not options["yes"]:
             what = f"Clear {name}" if token is None else f"End a shared hold of {name}"
             self._ask(what, is_stale=is_stale)
-        end = clear if token is None else end_share
         try:
             # A lock that became held during the confirmation is not cleared without a
             # reason.
-            lost = end(
+            end(
                 backend,
+                "lock" if token is None else "share",
                 key,
                 hold.version,
-                stale_only=options["stale_only"] or reason is None,
+                reason=reason,
+                by=audit.operator(),
+                via="clear_lock",
+                stale_only=options["stale_only"],
             )
         except NotCleared as why:
             now = ""
             if why.lock is not None and token is None:
                 now = f" It is now {_state(why.lock)}."
             raise CommandError(f"{name} was not cleared ({why}).{now}") from None
-        audit.taken(
-            "clear" if lost.state == LockState.STALE else "force_release",
-            kind="lock" if token is None else "share",
-            key=key,
-            number=lost.version,
-            lost=lost,
-            reason=reason or audit.STALE,
-            by=audit.operator(),
-            via="clear_lock",
-            database=backend.database,
-        )
         now = ""
         if token is not None:
             done = f"1 shared hold of {name} was ended."
