@@ -123,9 +123,7 @@ def stale_of(admin: Any, request: HttpRequest, found: Any) -> list[Target] | Non
     A selected lock that is not stale is included, so that it is reported, unless its
     key has a stale claim.
     """
-    selected = _selected(admin, request, found.filter(state=LockState.STALE))
-    if selected is None:
-        return None
+    selected = _selected(request, found.filter(state=LockState.STALE))
     of_keys = claims(Source.of(request).database, selected)
     targets = [Target.of(claim) for claim in of_keys.filter(STALE)]
     claimed = {target.key for target in targets}
@@ -146,9 +144,7 @@ def held_of(
 
     Return None if there are none, or too many.
     """
-    selected = _selected(admin, request, found.exclude(state=LockState.FREE))
-    if selected is None:
-        return None
+    selected = _selected(request, found.exclude(state=LockState.FREE))
     holds = [
         *shares(Source.of(request).database, selected),
         *(
@@ -181,25 +177,18 @@ def rows_of(
     return [(target, now.get(target)) for target in targets]
 
 
-def _selected(
-    admin: Any, request: HttpRequest, across: Any
-) -> dict[str, LockRow | None] | None:
-    """Return the selected locks by key, with None for each that is gone.
-
-    Return None instead if there are too many.
-    """
-    backend = Source.of(request).database
+def _selected(request: HttpRequest, across: Any) -> dict[str, LockRow | None]:
+    """Return the selected locks by key, with None for each that is gone."""
     if request.POST.get("select_across") == "1":
-        selected = {lock.pk: lock for lock in across[: MOST + 1]}
-    else:
-        # The page's queryset would drop a lock that no longer matches its filter.
-        # Such a lock must be reported.
-        fields = request.POST.getlist(helpers.ACTION_CHECKBOX_NAME)
-        chosen = list(map(unquote, fields))
-        keys = [key for key in chosen if is_key(backend, key)]
-        found = locks_of(backend, keys).in_bulk(keys)
-        selected = {key: found.get(key) for key in chosen}
-    return selected if _is_accepted(admin, request, len(selected)) else None
+        return {lock.pk: lock for lock in across[: MOST + 1]}
+    # The page's queryset would drop a lock that no longer matches its filter. Such a
+    # lock must be reported.
+    backend = Source.of(request).database
+    fields = request.POST.getlist(helpers.ACTION_CHECKBOX_NAME)
+    chosen = list(map(unquote, fields))
+    keys = [key for key in chosen if is_key(backend, key)]
+    found = locks_of(backend, keys).in_bulk(keys)
+    return {key: found.get(key) for key in chosen}
 
 
 def _is_accepted(admin: Any, request: HttpRequest, number: int) -> bool:
