@@ -65,7 +65,7 @@ def taken(
     ``number`` is the token of a hold or the id of a claim, and ``lost`` its row.
     """
     # With %r a text can neither end the line nor imitate another field.
-    _write(
+    write(
         database,
         f"{what} {kind} %r, {'number' if kind == 'claim' else 'token'} %d, of %r (%s),"
         " by %r via %s: %r",
@@ -84,33 +84,6 @@ def taken(
     )
 
 
-def reaped(
-    *,
-    freed: int,
-    deleted: int,
-    forgotten: int,
-    by: str,
-    via: str,
-    alias: str,
-    database: str,
-) -> None:
-    """Log how many locks and rows one run of reap_locks cleared and deleted."""
-    _write(
-        database,
-        "reap of %r: %d cleared, %d unused rows deleted, %d records deleted, by %r via"
-        " %s",
-        (alias, freed, deleted, forgotten, by, via),
-        {
-            "audit_action": "reap",
-            "audit_by": by,
-            "audit_via": via,
-            "audit_freed": freed,
-            "audit_deleted": deleted,
-            "audit_forgotten": forgotten,
-        },
-    )
-
-
 def operator() -> str:
     """Return the system user and the host of this process."""
     try:
@@ -120,14 +93,16 @@ def operator() -> str:
     return f"{name}@{socket.gethostname()}"
 
 
-def _write(
+def write(
     database: str, message: str, values: tuple[Any, ...], facts: dict[str, Any]
 ) -> None:
-    def write() -> None:
+    """Write a line, with further facts, about a change in a database."""
+
+    def log() -> None:
         logger.info(message, *values, extra=facts)
 
     if database and connections[database].in_atomic_block:
         # A change that is rolled back must not be logged.
-        transaction.on_commit(write, using=database, robust=True)
+        transaction.on_commit(log, using=database, robust=True)
     else:
-        write()
+        log()

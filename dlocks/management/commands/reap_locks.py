@@ -62,12 +62,19 @@ class Command(LockCommand):
         finally:
             # The log also records what was done before an error.
             if any(counts.values()) and not dry_run:
-                audit.reaped(
-                    **counts,
-                    by=audit.operator(),
-                    via="reap_locks",
-                    alias=backend.alias,
-                    database=backend.database,
+                by = audit.operator()
+                facts = {f"audit_{name}": count for name, count in counts.items()}
+                audit.write(
+                    backend.database,
+                    "reap of %r: %d cleared, %d unused rows deleted, %d records"
+                    " deleted, by %r via reap_locks",
+                    (backend.alias, *counts.values(), by),
+                    {
+                        "audit_action": "reap",
+                        "audit_by": by,
+                        "audit_via": "reap_locks",
+                        **facts,
+                    },
                 )
         results = [f"{_plural(counts['freed'], 'stale lock')} {will}cleared"]
         if idle_for is not None:
