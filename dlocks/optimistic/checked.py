@@ -2,12 +2,49 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from collections.abc import Iterable
+from typing import Any, Self, TypeVar, cast
 
 from django.db import connections, models, router, transaction
 
 from dlocks.exceptions import StaleToken, StaleVersion
 from dlocks.transactions import TransactionMarker
+
+M = TypeVar("M", bound=models.Model, covariant=True)
+
+
+class CheckedQuerySet(models.QuerySet[M]):
+    """A queryset that inserts rows, and overwrites none that it did not compare."""
+
+    # What the rows get that it writes, if it is known before: a version or a token.
+    _value: int | None = None
+
+    def bulk_create(
+        self,
+        objs: Iterable[Any],
+        batch_size: int | None = None,
+        ignore_conflicts: bool = False,
+        update_conflicts: bool = False,
+        *args: Any,
+        **kwargs: Any,
+    ) -> list[M]:
+        """Insert the instances, or raise an error for ``update_conflicts``.
+
+        Such an update could compare nothing. With ``ignore_conflicts``, an instance
+        whose row another writer has inserted is stale.
+        """
+        self._check_insert(update_conflicts)
+        objs = super().bulk_create(objs, batch_size, ignore_conflicts)
+        note_inserted(objs, self.db)
+        return objs
+
+    def _check_insert(self, update_conflicts: bool) -> None:
+        raise NotImplementedError
+
+    def _clone(self) -> Self:
+        clone: Self = super()._clone()  # type: ignore[misc]
+        clone._value = self._value
+        return clone
 
 
 class CheckedModel(models.Model):

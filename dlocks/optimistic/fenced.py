@@ -16,8 +16,8 @@ from django.db.models.functions import Greatest
 from django.utils.translation import gettext_lazy as _
 
 from dlocks.exceptions import StaleToken
-from dlocks.optimistic.checked import CheckedModel, current_rows, note_inserted
-from dlocks.optimistic.versioned import M, VersionedModel, check_managers
+from dlocks.optimistic.checked import CheckedModel, CheckedQuerySet, M, current_rows
+from dlocks.optimistic.versioned import VersionedModel, check_managers
 
 
 class HasToken(Protocol):
@@ -50,10 +50,8 @@ def write_token(model: Any, using: str, keys: Iterable[Any], token: int) -> int:
     return written
 
 
-class FencedQuerySet(models.QuerySet[M]):
+class FencedQuerySet(CheckedQuerySet[M]):
     """A queryset that writes only with a token, which ``fenced(hold)`` sets."""
-
-    _token: int | None = None
 
     def claim(self, pk: Any, hold: HasToken | int) -> M:
         """Write the hold's token into the row, and read the row afterwards.
@@ -83,7 +81,7 @@ class FencedQuerySet(models.QuerySet[M]):
     def fenced(self, hold: HasToken | int) -> Self:
         """Return this queryset with a token for ``update()`` and ``create()``."""
         clone: Self = self._chain()  # type: ignore[attr-defined]
-        clone._token = token_of(hold)
+        clone._value = token_of(hold)
         return clone
 
     def update(self, **kwargs: Any) -> int:
@@ -96,7 +94,7 @@ class FencedQuerySet(models.QuerySet[M]):
                 "fence cannot be set to a value. fenced(hold).update() writes the token"
                 " of the hold."
             )
-        if self._token is None:
+        if self._value is None:
             raise RuntimeError(
                 f"{self.model._meta.label} can only be written with a token. Use"
                 " objects.fenced(hold).update(…), or objects.claim(pk, hold) and then"
@@ -111,15 +109,15 @@ class FencedQuerySet(models.QuerySet[M]):
             rows: Any = self.using(self.db)
             keys = rows._keys()
             written = {f"{self._key_name()}__in": keys}
-            if write_token(self.model, self.db, keys, self._token) < len(keys):
+            if write_token(self.model, self.db, keys, self._value) < len(keys):
                 newer = self.model._base_manager.using(self.db)
-                newer = newer.filter(**written, fence__gt=self._token)
+                newer = newer.filter(**written, fence__gt=self._value)
                 newer = current_rows(newer.order_by("fence"))
                 if found := newer.values_list("pk", "fence").last():
-                    raise StaleToken(self.model, found[0], self._token, found[1])
+                    raise StaleToken(self.model, found[0], self._value, found[1])
             # The rows that were written above and are locked. Others may have begun to
             # match since, and some of these may have ceased to.
-            rows = current_rows(rows.filter(**written, fence=self._token))
+            rows = current_rows(rows.filter(**written, fence=self._value))
             updated = super(FencedQuerySet, rows).update(**kwargs)
         self._result_cache = None
         return updated
@@ -129,11 +127,11 @@ class FencedQuerySet(models.QuerySet[M]):
 
         The ``save()`` and ``delete()`` of the instance use the token.
         """
-        if self._token is None:
+        if self._value is None:
             return super().create(**kwargs)
         instance: Any = self.model(**kwargs)
         self._for_write = True
-        instance._state.token = self._token
+        instance._state.token = self._value
         instance.save(force_insert=True, using=self.db)
         return cast("M", instance)
 
@@ -145,25 +143,9 @@ class FencedQuerySet(models.QuerySet[M]):
         """Raise NotSupportedError. Claim each row, and then ``save()`` it."""
         raise self._unsupported("bulk_update")
 
-    def bulk_create(
-        self,
-        objs: Iterable[Any],
-        batch_size: int | None = None,
-        ignore_conflicts: bool = False,
-        update_conflicts: bool = False,
-        *args: Any,
-        **kwargs: Any,
-    ) -> list[M]:
-        """Insert the instances without a token.
-
-        Raise NotSupportedError with a token, or for ``update_conflicts``, since such an
-        update could not check tokens.
-        """
-        if update_conflicts or self._token is not None:
+    def _check_insert(self, update_conflicts: bool) -> None:
+        if update_conflicts or self._value is not None:
             raise self._unsupported("bulk_create")
-        objs = super().bulk_create(objs, batch_size, ignore_conflicts)
-        note_inserted(objs, self.db)
-        return objs
 
     def _unsupported(self, name: str) -> NotSupportedError:
         return NotSupportedError(
@@ -181,11 +163,6 @@ class FencedQuerySet(models.QuerySet[M]):
         """Return the keys of the rows in the table with the fence."""
         keys = self.order_by().values_list(self._key_name(), flat=True)
         return list(dict.fromkeys(keys))
-
-    def _clone(self) -> Self:
-        clone: Self = super()._clone()  # type: ignore[misc]
-        clone._token = self._token
-        return clone
 
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from asgiref.sync import sync_to_async
 from django.core import checks
@@ -20,7 +20,7 @@ from django.db.models.signals import class_prepared, pre_delete
 from django.utils.translation import gettext_lazy as _
 
 from dlocks.exceptions import StaleVersion
-from dlocks.optimistic.checked import CheckedModel, current_rows, note_inserted
+from dlocks.optimistic.checked import CheckedModel, CheckedQuerySet, M, current_rows
 from dlocks.optimistic.version_field import (
     VersionField,
     new_version,
@@ -28,14 +28,9 @@ from dlocks.optimistic.version_field import (
     version_field,
 )
 
-M = TypeVar("M", bound=models.Model, covariant=True)
 
-
-class VersionedQuerySet(models.QuerySet[M]):
+class VersionedQuerySet(CheckedQuerySet[M]):
     """A queryset whose writes invalidate the versions that were read before."""
-
-    # The new version of rows that bulk_update() has compared.
-    _version: int | None = None
 
     def update(self, **kwargs: Any) -> int:
         """Update all rows, and replace their versions.
@@ -44,8 +39,9 @@ class VersionedQuerySet(models.QuerySet[M]):
         for a version among the values, since each update sets it.
         """
         field = version_field(self.model)
-        if self._version is not None:
-            return super().update(**kwargs, **{field.name: self._version})
+        if self._value is not None:
+            # bulk_update() has compared the rows.
+            return super().update(**kwargs, **{field.name: self._value})
         self._refuse_version(kwargs)
         if not kwargs or field.ignores(self.model, kwargs):
             return super().update(**kwargs)
@@ -114,7 +110,7 @@ class VersionedQuerySet(models.QuerySet[M]):
         between = new_version(max(held.values()))
         after = new_version(between)
         compared: Any = self._chain()  # type: ignore[attr-defined]
-        compared._version = after
+        compared._value = after
         with transaction.atomic(using=self.db):
             rest = model, self.db, batch_size
             is_stale = replace_versions(held, between, *rest) < len(objs)
@@ -146,30 +142,13 @@ class VersionedQuerySet(models.QuerySet[M]):
         error.instance = rows[pk]
         return error
 
-    def bulk_create(
-        self,
-        objs: Iterable[Any],
-        batch_size: int | None = None,
-        ignore_conflicts: bool = False,
-        update_conflicts: bool = False,
-        *args: Any,
-        **kwargs: Any,
-    ) -> list[M]:
-        """Insert the instances.
-
-        Raise ValueError for ``update_conflicts``, since such an update could not
-        compare versions. With ``ignore_conflicts``, an instance whose row another
-        writer has inserted is stale.
-        """
+    def _check_insert(self, update_conflicts: bool) -> None:
         if update_conflicts:
             raise ValueError(
                 "bulk_create(update_conflicts=True) would overwrite rows without"
                 " comparing their versions. Insert with ignore_conflicts=True, then"
                 " read the existing rows, and use bulk_update() on them."
             )
-        objs = super().bulk_create(objs, batch_size, ignore_conflicts)
-        note_inserted(objs, self.db)
-        return objs
 
     def only(self, *fields: Any) -> Self:
         """Load only these fields, and the versions that a save requires."""
@@ -179,11 +158,6 @@ class VersionedQuerySet(models.QuerySet[M]):
             )
             fields = (*fields, *versions)
         return super().only(*fields)
-
-    def _clone(self) -> Self:
-        clone: Self = super()._clone()  # type: ignore[misc]
-        clone._version = self._version
-        return clone
 
 
 def versions_of(model: Any, path: str) -> Iterator[str]:
