@@ -149,17 +149,14 @@ class OpenTelemetry:
                 ("dlocks.hold.duration", "Time for which keys were held."),
             )
         )
-        self._contentions = meter.create_counter(
-            "dlocks.contentions", "{attempt}", "Attempts that found the key busy."
-        )
-        self._timeouts = meter.create_counter(
-            "dlocks.timeouts", "{attempt}", "Attempts that timed out."
-        )
-        self._losses = meter.create_counter(
-            "dlocks.losses", "{hold}", "Holds that were lost."
-        )
-        self._takeovers = meter.create_counter(
-            "dlocks.takeovers", "{hold}", "Holds that took over an expired lease."
+        self._contentions, self._timeouts, self._losses, self._takeovers = (
+            meter.create_counter(f"dlocks.{name}", unit, text)
+            for name, unit, text in (
+                ("contentions", "{attempt}", "Attempts that found the key busy."),
+                ("timeouts", "{attempt}", "Attempts that timed out."),
+                ("losses", "{hold}", "Holds that were lost."),
+                ("takeovers", "{hold}", "Holds that took over an expired lease."),
+            )
         )
 
     def acquired(self, event: Event, hold: Hold) -> None:
