@@ -48,42 +48,6 @@ def reason_of(text: str) -> str:
     return reason
 
 
-def taken(
-    what: What,
-    *,
-    kind: str,
-    key: str,
-    number: int,
-    lost: Any,
-    reason: str,
-    by: str,
-    via: str,
-    database: str,
-) -> None:
-    """Log that an operator ended a hold or a claim.
-
-    ``number`` is the token of a hold or the id of a claim, and ``lost`` its row.
-    """
-    # With %r a text can neither end the line nor imitate another field.
-    write(
-        database,
-        f"{what} {kind} %r, {'number' if kind == 'claim' else 'token'} %d, of %r (%s),"
-        " by %r via %s: %r",
-        (key, number, lost.holder, lost.owner_ip or "-", by, via, reason),
-        {
-            "audit_action": what,
-            "audit_kind": kind,
-            "audit_by": by,
-            "audit_via": via,
-            "audit_reason": reason,
-            "lock_key": key,
-            "lock_token": number,
-            "lock_holder": lost.holder,
-            "lock_owner_ip": lost.owner_ip,
-        },
-    )
-
-
 def operator() -> str:
     """Return the system user and the host of this process."""
     try:

@@ -256,16 +256,25 @@ def end(
             )
         now = _present(backend, kind, key, number, stale_only=stale_only)
         raise NotCleared(why, now)
-    audit.taken(
-        what or ("clear" if before.state == LockState.STALE else "force_release"),
-        kind=kind,
-        key=key,
-        number=number,
-        lost=before,
-        reason=reason or audit.STALE,
-        by=by,
-        via=via,
-        database=backend.database,
+    what = what or ("clear" if before.state == LockState.STALE else "force_release")
+    reason = reason or audit.STALE
+    noun = "number" if kind == "claim" else "token"
+    audit.write(
+        backend.database,
+        # With %r a text can neither end the line nor imitate another field.
+        f"{what} {kind} %r, {noun} %d, of %r (%s), by %r via %s: %r",
+        (key, number, before.holder, before.owner_ip or "-", by, via, reason),
+        {
+            "audit_action": what,
+            "audit_kind": kind,
+            "audit_by": by,
+            "audit_via": via,
+            "audit_reason": reason,
+            "lock_key": key,
+            "lock_token": number,
+            "lock_holder": before.holder,
+            "lock_owner_ip": before.owner_ip,
+        },
     )
     return before
 

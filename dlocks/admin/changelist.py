@@ -82,16 +82,12 @@ class StateFilter(admin.SimpleListFilter):
         labels = [(name, label) for name, (label, *_rest) in FILTERS.items()]
         return [*labels, ("free", gettext_lazy("free"))]
 
-    @property
-    def chosen(self) -> str:
-        return chosen_state(self.value())
-
     def choices(self, changelist: Any) -> Any:
         for value, text in self.lookup_choices:
             total = "waiters" if value == "waiting" else value
             yield {
                 "name": value or "all",
-                "selected": value == self.chosen,
+                "selected": value == changelist.chosen,
                 "query_string": changelist.get_query_string(
                     {self.parameter_name: value or None}
                 ),
@@ -100,12 +96,12 @@ class StateFilter(admin.SimpleListFilter):
             }
 
     def queryset(self, request: HttpRequest, queryset: Any) -> Any:
-        kept = Source.of(request).kept
-        if self.chosen == "free":
+        kept, chosen = Source.of(request).kept, chosen_state(self.value())
+        if chosen == LockState.FREE:
             # The row alone says it, so that no claims have to be counted.
             is_over = Q(end_time__lte=After(0), shares=0) & ~ResourceLock.LEFT
             return queryset.filter(is_over).exclude(pk__in=kept.transactions)
-        return maybe_in_use(queryset, kept).filter(condition(self.chosen))
+        return maybe_in_use(queryset, kept).filter(condition(chosen))
 
 
 class LockList(AliasChangeList):
