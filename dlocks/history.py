@@ -95,16 +95,18 @@ class HistoryBuffer:
         later.
         """
         with self._writing:
-            while self._records:
+            while True:
+                if not self._records:
+                    break
                 batch = [
                     self._records.popleft()
                     for _ in range(min(BATCH, len(self._records)))
                 ]
                 database = self.backend.connection.settings_dict["NAME"]
                 try:
-                    if records := [
+                    if records := list(
                         record for record in batch if record.database == database
-                    ]:
+                    ):
                         request(self.backend.records.remember, records, clock.now())
                 except LockBackendError as error:
                     if not self._failed:

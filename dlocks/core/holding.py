@@ -518,9 +518,7 @@ class Holding:
     def send_ended(self, how: Any) -> None:
         face, self.face = self.face, None
         if face is not None and keeper.is_current and has_receivers(face, how):
-            losses.send_in_thread(
-                partial(send_event, how, face.lock, hold=face), face.key
-            )
+            losses.send_in_thread(partial(send_event, how, face.lock, hold=face), face)
         elif face is not None:
             send_event(how, face.lock, hold=face)
 

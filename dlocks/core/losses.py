@@ -51,12 +51,12 @@ def report(face: Any, life: Life, error: LockLost) -> None:
     """
     logger.warning("%s", error)
     if face is not None and keeper.is_current:
-        send_in_thread(partial(_send, face, life), face.key)
+        send_in_thread(partial(_send, face, life), face)
     elif face is not None:
         _send(face, life)
 
 
-def send_in_thread(send: Callable[[], None], key: str) -> None:
+def send_in_thread(send: Callable[[], None], face: Any) -> None:
     """Let a thread call a function that signals the end of a hold.
 
     It calls user code, which must not keep the keeper from the other holds.
@@ -75,7 +75,7 @@ def send_in_thread(send: Callable[[], None], key: str) -> None:
     except RuntimeError:
         # A late signal is better than none.
         logger.exception(
-            "No thread could be started, so the keeper signals the end of %r", key
+            "No thread could be started, so the keeper signals the end of %r", face.key
         )
         send_and_disconnect()
 

@@ -185,7 +185,9 @@ class _Child:
                 try:
                     self._pass_on()
                     # A signal that arrives just before a wait is handled after it.
-                    while self._process.poll() is None:
+                    while True:
+                        if self._process.poll() is not None:
+                            break
                         with suppress(subprocess.TimeoutExpired):
                             self._process.wait(0.5)
                 except BaseException:
