@@ -27,8 +27,8 @@ from dlocks.optimistic.forms import (
     VersionedModelForm,
     sign_version,
     unsign_version,
-    version_of,
 )
+from dlocks.optimistic.version_field import version_of
 from dlocks.transactions import TransactionMarker
 
 

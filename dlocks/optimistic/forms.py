@@ -30,7 +30,7 @@ from django.utils.text import capfirst
 from django.utils.timezone import template_localtime  # type: ignore[attr-defined]
 from django.utils.translation import gettext as _
 
-from dlocks.optimistic.version_field import version_field
+from dlocks.optimistic.version_field import version_of
 
 # The name of the hidden field.
 TOKEN = "row_version"  # noqa: S105
@@ -49,11 +49,6 @@ def unsign_version(instance: models.Model, token: str) -> int:
     Raise BadSignature for any other string.
     """
     return int(_signer(instance, "version").unsign(token))
-
-
-def version_of(instance: models.Model) -> int:
-    version: int = getattr(instance, version_field(type(instance)).attname)
-    return version
 
 
 def _signer(instance: models.Model, what: str) -> Signer:

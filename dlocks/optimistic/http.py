@@ -13,7 +13,7 @@ from django.utils.cache import get_conditional_response
 from django.utils.deprecation import MiddlewareMixin
 
 from dlocks.exceptions import StaleVersion
-from dlocks.optimistic.version_field import version_field
+from dlocks.optimistic.version_field import version_of
 
 
 def etag(instance: models.Model) -> str:
@@ -21,10 +21,9 @@ def etag(instance: models.Model) -> str:
 
     It is a strong tag, which no other row and no other version has.
     """
-    field = version_field(type(instance))
     row = f"{instance._meta.concrete_model._meta.label_lower}:{instance.pk}"  # type: ignore[union-attr]
     digest = hashlib.sha256(row.encode()).hexdigest()[:16]
-    return f'"{digest}.{getattr(instance, field.attname)}"'
+    return f'"{digest}.{version_of(instance)}"'
 
 
 def precondition(

@@ -130,3 +130,8 @@ def version_field(model: type[models.Model]) -> VersionField:
         if isinstance(field, VersionField):
             return field
     raise FieldDoesNotExist(f"{model._meta.label} has no VersionField.")
+
+
+def version_of(instance: models.Model) -> int:
+    version: int = getattr(instance, version_field(type(instance)).attname)
+    return version

@@ -1,7 +1,4 @@
-"""Models whose rows have a version, which every write compares and replaces.
-
-The comparison is part of the statement that writes.
-"""
+"""Models whose rows have a version, which every write compares and replaces."""
 
 from __future__ import annotations
 
@@ -26,6 +23,7 @@ from dlocks.optimistic.version_field import (
     new_version,
     step,
     version_field,
+    version_of,
 )
 
 
@@ -306,7 +304,7 @@ class VersionedModel(CheckedModel):
 
     def _value_of_fixture(self) -> int:
         # It must not repeat an earlier version.
-        return new_version(getattr(self, version_field(type(self)).attname))
+        return new_version(version_of(self))
 
     def _ignores(self, update_fields: Any) -> bool:
         return bool(update_fields) and version_field(type(self)).ignores(

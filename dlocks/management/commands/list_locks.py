@@ -122,7 +122,7 @@ class Command(LockCommand):
             fields = _lock_fields(lock, prefix)
             if waiting:
                 fields["shared_by"] = [
-                    _share_fields(share)
+                    {**_who_fields(share), **_mode_fields(share), **_hold_fields(share)}
                     for share in claims
                     if share.version is not None
                 ]
@@ -247,10 +247,6 @@ def _lock_fields(lock: LockRow, prefix: str) -> dict[str, Any]:
         "waiting": lock.waiting,
         "sharing": lock.sharing,
     }
-
-
-def _share_fields(share: LockRow) -> dict[str, Any]:
-    return {**_who_fields(share), **_mode_fields(share), **_hold_fields(share)}
 
 
 def _queue_fields(position: int | None, claim: LockRow, prefix: str) -> dict[str, Any]:
