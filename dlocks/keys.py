@@ -60,23 +60,22 @@ def _quoted(number: int, part: str | int | UUID) -> str:
             f"part {number} of a key must be a str, int or UUID, not"
             f" {type(part).__name__}"
         )
-    # An integer this large is too long in any case, and Python may refuse to convert it
-    # to a string.
-    if not isinstance(part, int) or part.bit_length() <= 4 * PART_LENGTH:
-        text = (
-            str(int(part))
-            if isinstance(part, int)
-            else part
-            if isinstance(part, str)
-            else str(part)
-        )
-        if len(text) <= PART_LENGTH:
-            try:
-                raw = text.encode()
-            except UnicodeEncodeError as error:
-                raise ValueError(
-                    f"part {number} of a key must be encodable as UTF-8: {error}"
-                ) from error
-            if len(raw) <= PART_LENGTH:
-                return quote(raw, safe="")
-    raise ValueError(f"part {number} of a key has at most {PART_LENGTH} bytes")
+    too_long = ValueError(f"part {number} of a key has at most {PART_LENGTH} bytes")
+    if isinstance(part, int):
+        # An integer this large is too long in any case, and Python may refuse to
+        # convert it to a string.
+        if part.bit_length() > 4 * PART_LENGTH:
+            raise too_long
+        part = int(part)
+    text = part if isinstance(part, str) else str(part)
+    if len(text) > PART_LENGTH:
+        raise too_long
+    try:
+        raw = text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"part {number} of a key must be encodable as UTF-8: {error}"
+        ) from error
+    if len(raw) > PART_LENGTH:
+        raise too_long
+    return quote(raw, safe="")
