@@ -37,6 +37,10 @@ FILTERS: dict[str, tuple[Any, list[LockState], bool]] = {
 }
 
 
+# What a row alone says of a lock in use.
+IN_USE = Q(end_time__gt=After(0)) | ResourceLock.LEFT | Q(shares__gt=0)
+
+
 def maybe_in_use(locks: Any, kept: Kept) -> Any:
     """Keep the locks that may be in use, which a row alone or the claims can say.
 
@@ -45,13 +49,7 @@ def maybe_in_use(locks: Any, kept: Kept) -> Any:
     seconds.
     """
     claimed = LockClaim.objects.using(locks.db).values("key_resource")
-    return locks.filter(
-        Q(end_time__gt=After(0))
-        | ResourceLock.LEFT
-        | Q(shares__gt=0)
-        | Q(pk__in=claimed)
-        | Q(pk__in=kept.transactions)
-    )
+    return locks.filter(IN_USE | Q(pk__in=claimed) | Q(pk__in=kept.transactions))
 
 
 def condition(chosen: str) -> Q:
@@ -98,9 +96,8 @@ class StateFilter(admin.SimpleListFilter):
     def queryset(self, request: HttpRequest, queryset: Any) -> Any:
         kept, chosen = Source.of(request).kept, chosen_state(self.value())
         if chosen == LockState.FREE:
-            # The row alone says it, so that no claims have to be counted.
-            is_over = Q(end_time__lte=After(0), shares=0) & ~ResourceLock.LEFT
-            return queryset.filter(is_over).exclude(pk__in=kept.transactions)
+            # No claims have to be counted.
+            return queryset.filter(~IN_USE).exclude(pk__in=kept.transactions)
         return maybe_in_use(queryset, kept).filter(condition(chosen))
 
 
