@@ -96,23 +96,13 @@ class Cells:
             found.append(("clear", _("Clear")))
         if "force_release" in self.may and target.kind != "claim":
             found.append(("force_release", _("Force release")))
+        row = f"{identity(target.key)}-{target.kind}{target.number}"
+        described = described_by and format_html(' aria-describedby="{}"', described_by)
         return format_html_join(
             " ",
             '<button class="button" form="dlocks-end" name="{}" value="{}"'
-            ' id="{}-{}-{}"{}>{}</button>',
-            (
-                (
-                    name,
-                    target.field,
-                    name,
-                    identity(target.key),
-                    f"{target.kind}{target.number}",
-                    described_by
-                    and format_html(' aria-describedby="{}"', described_by),
-                    text,
-                )
-                for name, text in found
-            ),
+            ' id="{}-{}"{}>{}</button>',
+            ((name, target.field, name, row, described, text) for name, text in found),
         )
 
     def age(self, held: LockRow) -> SafeString | str:
