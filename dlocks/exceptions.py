@@ -21,7 +21,7 @@ class LockError(Exception):
         # send errors, and not every model instance can be pickled.
         state = {**self.__dict__}
         state.pop("instance", None)
-        return _restored, (type(self), self.args, state)
+        return _restored, (type(self), self.args), state
 
 
 class LockTimeout(LockError, TimeoutError):
@@ -185,10 +185,7 @@ class StaleToken(LockError):
         )
 
 
-def _restored(
-    kind: type[LockError], args: tuple[Any, ...], state: dict[str, Any]
-) -> LockError:
+def _restored(kind: type[LockError], args: tuple[Any, ...]) -> LockError:
     error = kind.__new__(kind)
     error.args = args
-    error.__dict__.update(state)
     return error
