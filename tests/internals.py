@@ -65,7 +65,7 @@ NAMES = {
     "Acquisition": "dlocks.core.acquire:Acquisition",
     "Attempt": "dlocks.core.attempt:Attempt",
     "ThreadWakeup": "dlocks.core.drive:ThreadWakeup",
-    "helpers": "dlocks.testing.helpers",
+    "helpers": "dlocks.testing",
     "After": "dlocks.sql.clock:After",
     "HoldRecord": "dlocks.models:HoldRecord",
     "LockClaim": "dlocks.models:LockClaim",
