@@ -161,11 +161,11 @@ class Holder:
     key: str
     holder: str
     owner_ip: str | None
-    since: datetime | None
-    remaining: float
-    token: int
-    count: int
-    stale: bool
+    since: datetime | None = None
+    remaining: float = math.inf
+    token: int = 0
+    count: int = 1
+    stale: bool = False
     in_transaction: bool = False
 
     def __str__(self) -> str:
@@ -195,7 +195,7 @@ class Waiter:
 
     holder: str
     owner_ip: str | None
-    holds: tuple[str, ...]
+    holds: tuple[str, ...] = ()
     waits_for: str
     waited: float
     shared: bool = False
