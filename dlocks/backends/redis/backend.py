@@ -3,7 +3,7 @@
 1. A claim acquires a key by writing its owner as the key's value, unless there is one.
    The value has a time to live of the ttl and the grace.
 2. A renewal, a release and a handover first compare the owner. Each of these steps is
-   one script inside Redis (``scripts``).
+   one script inside Redis (``requests``).
 3. A claim whose key is held joins a queue in Redis, and sends heartbeats.
 4. The script that releases a key writes the owner of the first live waiter as its
    value, and notifies the channel of that waiter's process.
@@ -39,7 +39,6 @@ except ImportError as error:
     ) from error
 
 from dlocks.backends.base import HANDOVER_LEASE, Backend, Inspector
-from dlocks.backends.redis import scripts
 from dlocks.backends.redis.client import Address, client_of, factory_at
 from dlocks.backends.redis.requests import (
     RedisNotifier,
@@ -143,17 +142,17 @@ class RedisBackend(Backend):
     def identity(self) -> str:
         return self._identity
 
-    def _run(self, script: scripts.Script, claim: Claim, *arguments: Any) -> Any:
+    def _run(self, script: str, claim: Claim, *arguments: Any) -> Any:
         return self._requests.run(script, [(claim, arguments)])[0]
 
-    def _read(self, script: scripts.Script, key: str) -> Any:
+    def _read(self, script: str, key: str) -> Any:
         return self._run(script, Claim(key=key, ttl=0.0, owner=""))
 
     # The backend interface.
 
     def acquire(self, claim: Claim) -> Grant | None:
         answer = self._run(
-            scripts.ACQUIRE,
+            "acquire",
             claim,
             milliseconds(claim.ttl),
             claim.holder,
@@ -175,7 +174,7 @@ class RedisBackend(Backend):
 
     def renew(self, claims: Sequence[Claim]) -> Mapping[str, float]:
         calls = [(claim, (milliseconds(claim.ttl),)) for claim in claims]
-        answers = self._requests.run(scripts.RENEW, calls)
+        answers = self._requests.run("renew", calls)
         left = {}
         for claim, answer in zip(claims, answers, strict=True):
             if answer:
@@ -191,37 +190,32 @@ class RedisBackend(Backend):
         return left
 
     def verify(self, claims: Sequence[Claim], count: int | None = None) -> bool:
-        return count is not None and bool(self._run(scripts.VERIFY, claims[0], count))
+        return count is not None and bool(self._run("verify", claims[0], count))
 
     def release(
         self, claim: Claim, *, failed: bool = False, rest_for: float = 0.0
     ) -> bool:
         keep = milliseconds(rest_for) if rest_for else 0
         status = "F" if failed else "S"
-        return bool(self._run(scripts.RELEASE, claim, status, keep))
+        return bool(self._run("release", claim, status, keep))
 
     def exchange(self, claim: Claim, successor: Claim) -> Grant | None:
         ttl, ip = milliseconds(successor.ttl), successor.owner_ip or ""
-        token = self._run(
-            scripts.EXCHANGE, claim, successor.owner, ttl, successor.holder, ip
-        )
+        token = self._run("exchange", claim, successor.owner, ttl, successor.holder, ip)
         return None if token is None else Grant(int(token))
 
     def holder(self, key: str) -> Holder | None:
-        row = self._read(scripts.HOLDER, key)
+        row = self._read("holder", key)
         if row is None:
             return None
         holder, ip, since, token, count, left, status = row
+        began = datetime.fromtimestamp(int(since) / MICROSECONDS, UTC)
         remaining = int(left) / MICROSECONDS
         return Holder(
             key=key,
             holder=holder,
             owner_ip=ip or None,
-            since=(
-                datetime.fromtimestamp(int(since) / MICROSECONDS, UTC)
-                if int(since)
-                else None
-            ),
+            since=began if int(since) else None,
             remaining=remaining,
             token=int(token),
             count=int(count),
@@ -260,7 +254,7 @@ class RedisBackend(Backend):
             "channel": channel,
         }
         at = "" if position is None else position
-        number = self._run(scripts.QUEUE, claim, json.dumps(waits), at)
+        number = self._run("queue", claim, json.dumps(waits), at)
         if number == "ask":
             return Ticket(must_retry=True)
         return Ticket(position=int(number))
@@ -269,7 +263,7 @@ class RedisBackend(Backend):
         self, claims: Sequence[Claim], *, heartbeat: bool = True
     ) -> Mapping[str, Ticket]:
         calls = [(claim, (int(heartbeat),)) for claim in claims]
-        answers = self._requests.run(scripts.LOOK, calls)
+        answers = self._requests.run("look", calls)
         return {
             claim.owner: (
                 Ticket(ahead=1) if isinstance(found, Exception) else _ticket(found)
@@ -279,7 +273,7 @@ class RedisBackend(Backend):
         }
 
     def waiting(self, key: str) -> int:
-        return len(self._read(scripts.WAITERS, key)) // 2
+        return len(self._read("waiters", key)) // 2
 
     def notifier(self, channel: str) -> RedisNotifier | None:
         make = partial(RedisNotifier, self._requests, channel, self.socket_timeout)
@@ -291,13 +285,12 @@ class RedisInspector(Inspector):
     backend: RedisBackend
 
     def waiters(self, key: str, prefix: str) -> Sequence[Waiter]:
-        found = self.backend._read(scripts.WAITERS, key)
+        found = self.backend._read("waiters", key)
         facts = [json.loads(claim) for claim in found[::2]]
         return [
             Waiter(
                 holder=one["holder"],
                 owner_ip=one["ip"] or None,
-                holds=(),
                 waits_for=key.removeprefix(prefix),
                 waited=max(0.0, int(waited) / MICROSECONDS),
             )

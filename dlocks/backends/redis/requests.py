@@ -1,24 +1,52 @@
-"""Requests to Redis: scripts for one key or several, retries, and errors."""
+"""Requests to Redis: scripts for one key or several, retries, and errors.
+
+A step on a key is one Lua script inside Redis, because other commands could run between
+two commands. The scripts are files in ``lua``, and begin with ``common.lua``. The last
+argument identifies the call.
+
+A key has five names in Redis, all in one slot:
+
+* the lock: the owner, with a time to live of ttl and grace. It is set by ``SET NX PX``;
+* ``:last``: the last grant. It outlives the lock, for its token and to detect holders
+  that never released the key;
+* ``:line``: the owners of the queued claims, by position;
+* ``:claims``: for each queued claim the data that a grant needs, and when its heartbeat
+  expires;
+* ``:gone``: the claims that were released or cancelled, the calls that released them,
+  and when. A delayed request of such a claim has no effect.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import math
 import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import redis
 from django.views.decorators.debug import sensitive_variables
 
+from dlocks.backends.base import HEARTBEAT_TIMEOUT
 from dlocks.backends.notifiers import Notifier
-from dlocks.backends.redis.scripts import Script
 from dlocks.exceptions import LockBackendError
 from dlocks.runtime.process import each_in_child
 from dlocks.values import Claim, new_owner
 
+# Values of the scripts: for how long a heartbeat counts, and for how long after that a
+# waiter is only skipped, in microseconds. For how long a cancelled claim and a released
+# key are remembered, in seconds. No request is delayed for longer than the former.
+# After the latter, a token grows by the clock alone.
+CONSTANTS = {
+    "HEARTBEAT_TIMEOUT": round(HEARTBEAT_TIMEOUT * 1e6),
+    "DELETE_AFTER": 10_000_000,
+    "GONE_FOR": 60,
+    "REMEMBERED_FOR": 86400,
+}
 # redis-py's own base class does not include the errors of a cluster.
 TROUBLE = (redis.RedisError, redis.exceptions.RedisClusterException, OSError)
 # Errors that apply to every key of a node or of the cluster. Other errors, for example
@@ -34,6 +62,22 @@ SILENT = (
 # The number of retries in a cluster, whose client looks up the slots again after an
 # error.
 CLUSTER_TRIES = 3
+
+
+class Script:
+    """One script, whose ``sha`` is its name in Redis."""
+
+    def __init__(self, common: str, step: str) -> None:
+        parts = [f"local {name} = {value}\n" for name, value in CONSTANTS.items()]
+        # Each reply begins with its call.
+        step = f"local function step()\n{step}end\nreturn {{call, step()}}\n"
+        self.text = "".join([*parts, common, step])
+        self.sha = hashlib.sha1(self.text.encode()).hexdigest()  # noqa: S324
+
+
+_files = {file.stem: file for file in Path(__file__).with_name("lua").glob("*.lua")}
+_common = _files.pop("common").read_text()
+SCRIPTS = {name: Script(_common, file.read_text()) for name, file in _files.items()}
 
 
 class Requests:
@@ -59,7 +103,7 @@ class Requests:
     @sensitive_variables()
     def run(
         self,
-        script: Script,
+        name: str,
         calls: Sequence[tuple[Claim, tuple[Any, ...]]],
     ) -> list[Any]:
         """Run a script for each claim and its arguments, and return the replies.
@@ -67,7 +111,7 @@ class Requests:
         This takes one round trip, except on a cluster. If some calls fail, their errors
         are in the result. If all fail, the first error is raised.
         """
-        words = [self._words(*call) for call in calls]
+        script, words = SCRIPTS[name], [self._words(*call) for call in calls]
 
         def run(client: Any) -> list[Any]:
             if isinstance(client, redis.RedisCluster):
