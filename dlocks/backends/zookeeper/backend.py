@@ -36,8 +36,14 @@ from dlocks.backends.base import HEARTBEAT_TIMEOUT, Backend
 from dlocks.backends.local_claims import refusal_of
 from dlocks.backends.notifiers import Notifier
 from dlocks.backends.zookeeper.ensemble import SOON, Ensemble, end, is_unanswered
-from dlocks.backends.zookeeper.inspector import ZooKeeperInspector, holder_of
-from dlocks.backends.zookeeper.nodes import Entry, NodeClaims, NodeQueue, Nodes
+from dlocks.backends.zookeeper.nodes import (
+    Entry,
+    NodeClaims,
+    NodeQueue,
+    Nodes,
+    ZooKeeperInspector,
+    holder_of,
+)
 from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
 from dlocks.runtime.process import each_in_child
@@ -107,10 +113,12 @@ class ZooKeeperBackend(Backend):
         ):
             raise ValueError("auth must be like 'user:password'")
         self.root = root
+        timeout = seconds("session_timeout", session_timeout, above_zero=True)
+        self.renew_every = timeout / 8
         self.ensemble = Ensemble(
             alias,
             sorted(f"{host}:{port}" for host, port in servers),
-            seconds("session_timeout", session_timeout, above_zero=True),
+            timeout,
             seconds("connect_timeout", connect_timeout, above_zero=True),
             auth,
             {} if client is None else client,
@@ -124,10 +132,6 @@ class ZooKeeperBackend(Backend):
     @property
     def identity(self) -> str:
         return f"zookeeper {','.join(self.ensemble.hosts)} {self.root}"
-
-    @property
-    def renew_every(self) -> float:  # type: ignore[override]
-        return self.ensemble.session_timeout / 8
 
     def _reset(self) -> None:
         self.claims = NodeClaims("dlocks-zookeeper", self._maintain)
@@ -233,20 +237,17 @@ class ZooKeeperBackend(Backend):
         """Yield the holders of a key, or those that share it."""
         parent = self.nodes.parent(key)
         granted = self.nodes.queue_of(parent).granted
-        found = [ticket for ticket in granted if ticket.shared or not shared]
-        answers = self.ensemble.ask(
-            *(("get", f"{parent}/{ticket.name}") for ticket in found)
-        )
+        tickets = [ticket for ticket in granted if ticket.shared or not shared]
+        found = list(self.nodes.read(parent, tickets))
         with self.claims.mutex:
             own = dict(
                 (entry.ticket, entry) for entry in self.claims.all() if entry.token
             )
-        for ticket, answer in zip(found, answers, strict=True):
-            if entry := own.get(ticket):
-                if not entry.resting:
-                    yield entry.as_holder()
-            elif not isinstance(answer, NoNodeError):
-                yield holder_of(key, *answer)
+        for ticket, known, stat in found:
+            if (entry := own.get(ticket)) is None:
+                yield holder_of(key, known, stat)
+            elif not entry.resting:
+                yield entry.as_holder()
 
     def keys(self) -> list[str]:
         queues = self._queues()
@@ -264,11 +265,10 @@ class ZooKeeperBackend(Backend):
 
     def clear(self, key: str, version: int, *, stale_only: bool = False) -> bool:
         parent = self.nodes.parent(key)
-        for ticket in self.nodes.queue_of(parent).granted:
-            path = f"{parent}/{ticket.name}"
-            (stat,) = self.ensemble.ask(("exists", path))
-            if stat is not None and stat.czxid == version:
-                return self.nodes.delete(path)
+        granted = self.nodes.queue_of(parent).granted
+        for ticket, _, stat in self.nodes.read(parent, granted):
+            if stat.czxid == version:
+                return self.nodes.delete(f"{parent}/{ticket.name}")
         return False
 
     def reap(self, *, dry_run: bool = False) -> int:
@@ -288,7 +288,6 @@ class ZooKeeperBackend(Backend):
         entry = self.claims.entries.get(claim.owner) or self._entry(claim, waiting=True)
         if entry.leaving:
             return None
-        entry.is_notified |= bool(channel)
         if entry.ticket is None:
             # Other waiters need the thread of a claim that has lost its position.
             self._join(entry, None if position is None else SOON)
@@ -388,7 +387,7 @@ class ZooKeeperBackend(Backend):
     def _on_watch(self, entry: Entry, event: Any) -> None:
         # In kazoo's own thread, when the watched node or the connection is gone.
         entry.watched = ""
-        if entry.is_notified and not entry.gone:
+        if not entry.gone:
             self._turns.put(entry)
 
     # The claims.

@@ -1,21 +1,34 @@
-"""The nodes of claims and keys."""
+"""The nodes of claims and keys, and what people read in them."""
 
 from __future__ import annotations
 
 import json
 import math
 import secrets
-from collections.abc import Callable, Collection, Iterable
+import time
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from itertools import takewhile
+from typing import Any
 from urllib.parse import quote
 
 from kazoo.exceptions import NoNodeError
 from kazoo.security import OPEN_ACL_UNSAFE
 
+from dlocks.backends.base import Inspector
 from dlocks.backends.local_claims import LocalClaims, LocalEntry
 from dlocks.backends.zookeeper.ensemble import Ensemble
 from dlocks.runtime import clock
+from dlocks.values import Holder, Waiter
 
 # The arguments of create_async() for an ephemeral node that the server numbers: acl,
 # ephemeral, sequence, makepath, and include_data, which returns the czxid.
@@ -116,8 +129,6 @@ class Entry(LocalEntry):
     # The token that it gets with its grant. Beside a hold, it is that hold's token,
     # since other claims may have arrived in between.
     number: int = 0
-    # Whether the listening thread reports its turn.
-    is_notified: bool = False
     # Whether its caller has learned of the grant.
     is_collected: bool = False
     last_seen_at: float = field(default_factory=clock.now)
@@ -169,6 +180,23 @@ class Nodes:
             *(("get_children", parent) for parent in parents), timeout=timeout
         )
         return dict(zip(parents, map(NodeQueue, answers), strict=True))
+
+    def read(
+        self, parent: str, tickets: Sequence[QueueNode]
+    ) -> Iterator[tuple[QueueNode, dict[str, Any], Any]]:
+        """Yield the tickets that have a node, what it says of its claim, and its stat.
+
+        Another program may have written something else into it.
+        """
+        reads = [("get", f"{parent}/{ticket.name}") for ticket in tickets]
+        answers = self.ensemble.ask(*reads) if reads else []
+        for ticket, answer in zip(tickets, answers, strict=True):
+            if not isinstance(answer, NoNodeError):
+                data, stat = answer
+                known: dict[str, Any] = {}
+                with suppress(ValueError):
+                    known = dict(json.loads(data))
+                yield ticket, known, stat
 
     def add(self, entry: Entry) -> NodeQueue | None:
         """Create the node of a claim, or find it if the reply was lost.
@@ -230,3 +258,37 @@ class Nodes:
             timeout=self.ensemble.timeout if timeout is None else timeout,
         )
         return answers[0] is True
+
+
+def holder_of(key: str, known: Mapping[str, Any], stat: Any) -> Holder:
+    """Return the holder that created a node, from what the node says."""
+    created = datetime.fromtimestamp(stat.ctime / 1000, UTC)
+    return Holder(
+        key=key,
+        holder=str(known.get("holder") or ""),
+        owner_ip=known.get("ip"),
+        since=None if known.get("waited", True) else created,
+        token=stat.czxid,
+    )
+
+
+class ZooKeeperInspector(Inspector):
+    backend: Any
+
+    def sharers(self, key: str) -> tuple[Sequence[Holder], int]:
+        return [*self.backend.holders(key, shared=True)], self.backend.waiting(key)
+
+    def waiters(self, key: str, prefix: str) -> Sequence[Waiter]:
+        nodes, parent = self.backend.nodes, self.backend.nodes.parent(key)
+        queue = nodes.queue_of(parent)
+        waiting = [one for one in queue.tickets if one not in queue.granted]
+        return [
+            Waiter(
+                holder=str(known.get("holder") or ""),
+                owner_ip=known.get("ip"),
+                waits_for=key.removeprefix(prefix),
+                waited=max(0.0, time.time() - stat.ctime / 1000),
+                shared=ticket.shared,
+            )
+            for ticket, known, stat in nodes.read(parent, waiting)
+        ]
