@@ -23,9 +23,10 @@ its majority before it counts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass, field, replace
+from functools import partial
 from operator import attrgetter
 from statistics import mode
 from typing import Any, ClassVar
@@ -114,7 +115,7 @@ class QuorumBackend(Backend):
         self._forget()
         term = self._terms.setdefault(claim.owner, Term())
         sent = clock.now()
-        answers = self._ask(lambda member: self._take(member, claim, term))
+        answers = self._ask(partial(self._take, claim=claim, term=term))
         if answers.yes() >= self.majority:
             return self._granted(claim, term, sent, answers.said.values())
         self._end(claim, term)
@@ -175,7 +176,11 @@ class QuorumBackend(Backend):
             if len(left) >= self.majority:
                 result[claim.owner] = min(claim.ttl, self._guaranteed(left.values()))
                 term.ends = sent + result[claim.owner]
-                self._retry_members(claim, term, answers.said.keys() - left.keys())
+                take = partial(self._take, claim=claim, term=term)
+                # The others have lost the grant, or never received the request.
+                for member in self.members():
+                    if member.alias in answers.said.keys() - left.keys():
+                        member.ask(take)
             elif len(answers.said) - len(left) >= self.majority:
                 self._end(claim, term)
             else:
@@ -210,7 +215,7 @@ class QuorumBackend(Backend):
             Answers.is_decided,
         )
         self._enough(answers)
-        if answers.no() >= self.majority:
+        if answers.is_refused():
             return None
         holders = [holder for holder in answers.said.values() if holder is not None]
         who = attrgetter("holder", "owner_ip")
@@ -365,17 +370,6 @@ class QuorumBackend(Backend):
             member.backend.release(claim, failed=True)
             return None
         return grant
-
-    def _retry_members(
-        self, claim: Claim, term: Term, aliases: Collection[str]
-    ) -> None:
-        """Send the claim to the members that do not hold it.
-
-        They were unreachable, and have lost the grant or never received the request.
-        """
-        for member in self.members():
-            if member.alias in aliases:
-                member.ask(lambda member: self._take(member, claim, term))
 
     def _end(
         self,

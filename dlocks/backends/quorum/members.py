@@ -53,6 +53,7 @@ class Member:
 
     def ask(self, question: Callable[[Member], Any]) -> Future[Any]:
         future: Future[Any] = Future()
+        job = future, partial(question, self)
         with self._mutex:
             if self._open > self._threads + QUESTIONS:
                 with suppress(Empty):
@@ -70,9 +71,9 @@ class Member:
             self._open += 1
             is_served = self._threads > 0
             if is_served:
-                self._jobs.put((future, lambda: question(self)))
+                self._jobs.put(job)
         if not is_served:
-            self._do(future, lambda: question(self))
+            self._do(*job)
         return future
 
     def _loop(self) -> None:
