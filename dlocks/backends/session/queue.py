@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from queue import Empty, SimpleQueue
 
 from dlocks.backends.notifiers import Notifier
 from dlocks.backends.session.claims import Claims, Entry
@@ -31,10 +30,8 @@ QUICK_WAIT = 0.001
 # number of keys for one round of attempts.
 POLL_EVERY = 0.1
 KEYS_PER_POLL = 32
-# Seconds for which no session is opened for waiters after a failure, and after which a
-# thread without a waiter ends.
+# Seconds for which no session is opened for waiters after a failure.
 REFUSED_FOR = 1.0
-IDLE_END_AFTER = 1.0
 
 
 class EngineQueue:
@@ -65,8 +62,6 @@ class EngineQueue:
             BackgroundThread("dlocks-session-waiter", partial(request, self._serve))
             for _ in range(places)
         ]
-        self._idle = 0
-        self._work: SimpleQueue[None] = SimpleQueue()
 
     def join(self, claim: Claim) -> Ticket:
         with self._claims.mutex:
@@ -156,15 +151,10 @@ class EngineQueue:
         with self._claims.mutex:
             # A session that is discarded closes itself, outside of the mutex.
             found = self._next()
-            if found is None:
-                return
-            if self._idle:
-                self._idle -= 1
-                self._work.put(None)
-                return
-            # Threads that are busy look for the next waiter by themselves.
-            with suppress(PythonIsExitingError):
-                any(thread.start() for thread in self._threads)
+            if found is not None:
+                # Threads that are busy look for the next waiter by themselves.
+                with suppress(PythonIsExitingError):
+                    any(thread.start() for thread in self._threads)
 
     def _next(self) -> tuple[Entry, Session] | None:
         """Return the next waiter and its session; the caller holds the mutex."""
@@ -185,29 +175,17 @@ class EngineQueue:
     def _serve(self) -> None:
         while True:
             with self._claims.mutex:
-                if found := self._next():
-                    entry, session = found
-                    self._sessions.for_waiters.add(session)
-                    session.wait_over = Latch()
-                    self._claims.assign(entry, session)
-                    self._claims.maintain_from()
-                else:
-                    self._idle += 1
-            if found:
-                self._wait(entry, session)
-                del entry, session, found
-                continue
-            try:
-                self._work.get(timeout=IDLE_END_AFTER)
-            except Empty:
-                with self._claims.mutex:
-                    if self._idle:
-                        self._idle -= 1
-                        next(one for one in self._threads if one.is_current).end()
-                        return
-                    # The work came just now. It is not that of the next pause.
-                    with suppress(Empty):
-                        self._work.get_nowait()
+                if (found := self._next()) is None:
+                    # The next waiter starts a thread.
+                    for thread in list(one for one in self._threads if one.is_current):
+                        thread.end()
+                    return
+                entry, session = found
+                self._sessions.for_waiters.add(session)
+                session.wait_over = Latch()
+                self._claims.assign(entry, session)
+                self._claims.maintain_from()
+            self._wait(entry, session)
 
     def _wait(self, entry: Entry, session: Session) -> None:
         try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import queue
 import threading
 
 import pytest
@@ -15,7 +14,6 @@ from tests import jobs
 from tests.finalizers import by_finalizer, noting
 from tests.internals import Claim, SessionBackend, backends, disconnect
 from tests.promises.session.server import POSTGRESQL, SERVERS, lock
-from tests.timing import eventually
 
 pytestmark = [
     pytest.mark.django_db(transaction=True),
@@ -480,37 +478,6 @@ def test_a_key_is_not_busy_because_a_session_has_ended(
 
 
 # The threads of the backend.
-
-
-class LateQueue(queue.SimpleQueue):
-    """A queue whose first item comes at the moment at which a pause ends."""
-
-    is_late = True
-
-    def get(self, *, timeout):
-        if not self.is_late:
-            return super().get(timeout=timeout)
-        eventually(lambda: not self.empty())
-        self.is_late = False
-        raise queue.Empty
-
-
-@SERVERS
-def test_work_at_the_end_of_a_pause_is_done_once(
-    backend, in_other_thread, in_queue, until
-):
-    """Otherwise a thread counts twice as idle, and later work finds no thread."""
-    holder = in_other_thread(lock().acquire)
-    backend.queue._work = work = LateQueue()
-    for mine in (claim(), claim()):
-        backend.enqueue(mine)
-        in_queue(1)
-        # Nothing is left of the work that a thread has begun.
-        assert work.empty()
-        backend.release(mine)
-        until(lambda: backend.queue._idle == 1)
-    assert not work.is_late
-    holder.release()
 
 
 @SERVERS
