@@ -39,7 +39,7 @@ from dlocks.backends.local_claims import refusal_of
 from dlocks.backends.notifiers import Notifier
 from dlocks.backends.session.claims import Claims, Entry
 from dlocks.backends.session.inspector import SessionInspector
-from dlocks.backends.session.queue import EngineQueue, Grants
+from dlocks.backends.session.queue import EngineQueue
 from dlocks.backends.session.session import Session, SessionDiedError, side_by_side
 from dlocks.backends.session.sessions import Sessions
 from dlocks.exceptions import LockBackendError
@@ -133,15 +133,14 @@ class SessionBackend(Backend):
         entry = self.claims.entries.get(claim.owner)
         if entry is not None:
             return self._acquire_again(entry)
-        grant = self.sessions.run(lambda session: self._try(claim, session), claim)
-        if grant is None:
+        sessions = self.sessions
+        token = sessions.run(
+            lambda session: sessions.attempt(sessions.entry(claim), session), claim
+        )
+        if token is None:
             self.claims.contended.add(claim.key)
-        return grant
-
-    def _try(self, claim: Claim, session: Session) -> Grant | None:
-        entry = Entry(claim, name=self.sessions.name(claim.key))
-        self.sessions.attempt(entry, session)
-        return None if entry.token is None else Grant(entry.token)
+            return None
+        return Grant(token)
 
     def _acquire_again(self, entry: Entry) -> Grant | None:
         claim, session = entry.claim, entry.session
@@ -167,7 +166,7 @@ class SessionBackend(Backend):
             if (found := self.claims.held(claim.owner))
         ]
         side_by_side(
-            partial(self._renew, session, claims)
+            partial(self._renew, session, held)
             for session in {session for *_, session in held}
             if not session.is_silent
         )
@@ -184,11 +183,12 @@ class SessionBackend(Backend):
                 self.claims.maintain_from(entry.ends_at)
         return left
 
-    def _renew(self, session: Session, claims: Sequence[Claim]) -> None:
-        for claim in claims:
-            held = self.claims.held(claim.owner)
-            if held and held[1] is session and held[0].claim.ttl != claim.ttl:
-                self._set_ttl(claim, *held)
+    def _renew(
+        self, session: Session, held: Sequence[tuple[Claim, Entry, Session]]
+    ) -> None:
+        for claim, entry, its in held:
+            if its is session and entry.claim.ttl != claim.ttl:
+                self._set_ttl(claim, entry, session)
         # A request that is under way is as good as a ping.
         if not session.is_asking:
             self.sessions.ping(session)
@@ -197,7 +197,7 @@ class SessionBackend(Backend):
         """Give a held claim another ttl."""
         try:
             with session.mutex:
-                session.allow_idle(claim.ttl + self.grace)
+                self.sessions.allow_idle(session, claim.ttl)
                 with self.claims.mutex:
                     entry.claim = replace(entry.claim, ttl=claim.ttl)
                     entry.ends_at = min(entry.ends_at, clock.now() + claim.ttl)
@@ -254,7 +254,6 @@ class SessionBackend(Backend):
         return self.queue.poll(claims)
 
     def notifier(self, channel: str) -> Notifier:
-        self.queue.notifier = Grants()
         return self.queue.notifier
 
     def waiting(self, key: str) -> int:

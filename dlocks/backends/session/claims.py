@@ -64,10 +64,15 @@ class Claims(LocalClaims[Entry]):
 
     def __init__(self, maintain: Callable[[], float | None]) -> None:
         super().__init__("dlocks-sessions", maintain)
-        # The waiters by name, and those whose callers hold other keys. Only the latter
-        # and the first one of a name have sessions.
+        # The waiters by name. Only the first one of a name has a session, and those
+        # whose callers hold other keys.
         self.queued: Table = {}
-        self.nested: dict[Entry, None] = {}
+
+    @property
+    def nested(self) -> list[Entry]:
+        """Return the waiters whose callers hold other keys."""
+        waiters = itertools.chain.from_iterable(list(self.queued.values()))
+        return [entry for entry in waiters if entry.claim.holding]
 
     def held(self, owner: str) -> tuple[Entry, Session] | None:
         """Return the entry and the session of a claim that holds its key."""
@@ -101,8 +106,6 @@ class Claims(LocalClaims[Entry]):
         entry.waiting, entry.since = True, time.time()
         # First the table in which a cancellation finds it.
         self.entries[entry.claim.owner] = entry
-        if entry.claim.holding:
-            self.nested[entry] = None
         add(self.queued, entry)
 
     def without_session(self) -> list[Entry]:
@@ -130,7 +133,7 @@ class Claims(LocalClaims[Entry]):
         return (
             (first is entry or bool(claim.beside))
             and entry.session is None
-            and not entry.leaving
+            and not (entry.leaving or entry.gone)
             and all(
                 claim.shared
                 and (
@@ -153,7 +156,7 @@ class Claims(LocalClaims[Entry]):
 
     def granted(self, entry: Entry, token: int) -> None:
         super().granted(entry, token)
-        self._dequeue(entry)
+        remove(self.queued, entry)
 
     def forget(self, entry: Entry) -> None:
         if entry.gone:
@@ -161,10 +164,6 @@ class Claims(LocalClaims[Entry]):
             return
         # Last from the table in which it is found, so this can be repeated after an
         # interrupt.
-        self._dequeue(entry)
+        remove(self.queued, entry)
         self.unassign(entry)
         super().forget(entry)
-
-    def _dequeue(self, entry: Entry) -> None:
-        self.nested.pop(entry, None)
-        remove(self.queued, entry)

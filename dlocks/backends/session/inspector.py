@@ -62,7 +62,7 @@ class SessionInspector(Inspector):
         held.sort(key=lambda one: one.token or 0)
         return [
             *(one.as_holder() for one in held),
-            *(one.as_holder(key) for one in others),
+            *(Holder(key=key, holder=one.who, owner_ip=one.host) for one in others),
         ]
 
     def waiting(self, key: str) -> int:
@@ -88,8 +88,7 @@ class SessionInspector(Inspector):
         """Return the sessions that hold a key or wait for it, and the own entries."""
         name = self._sessions.name(key)
         sessions = self._sessions.of_name(name)
-        with self._claims.mutex:
-            entries = list(self._claims.entries.values())
+        entries = list(self._claims.entries.values())
         return sessions, [one for one in entries if one.name == name]
 
     # Deadlocks.
@@ -149,11 +148,10 @@ class SessionInspector(Inspector):
         return shown
 
     def waiting_claims(self) -> Sequence[WaitingClaim]:
-        try:
+        # The server may not show statements. The waits then time out.
+        with suppress(LockBackendError):
             return self._waiting_claims()
-        except LockBackendError:
-            # The server may not show statements. The waits then time out.
-            return ()
+        return ()
 
     def _waiting_claims(self) -> list[WaitingClaim]:
         shown = {facts.digest: facts for facts in self._shown_facts()}

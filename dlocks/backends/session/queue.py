@@ -21,8 +21,8 @@ from dlocks.values import Claim, Grant, Ticket
 
 logger = logging.getLogger("dlocks")
 
-# Seconds for a cancelled wait to end, and between two cancellations.
-CANCEL_TIMEOUT = 5.0
+# Cancellations of a wait, and the seconds between two of them.
+CANCEL_AT_MOST = 50
 CANCEL_EVERY = 0.1
 # Seconds. After a shorter wait, the engine's queue was empty.
 QUICK_WAIT = 0.001
@@ -55,7 +55,7 @@ class EngineQueue:
         self._comment_of = comment_of
         self._polled_at = 0.0
         self._refused_at = -REFUSED_FOR
-        self.notifier: Notifier | None = None
+        self.notifier = Grants()
         self._threads = [
             # A finalizer that strikes in these threads finds the tables half changed.
             # So its requests are refused.
@@ -67,7 +67,7 @@ class EngineQueue:
         with self._claims.mutex:
             entry = self._claims.entries.get(claim.owner)
             if entry is None:
-                entry = Entry(claim, name=self._sessions.name(claim.key))
+                entry = self._sessions.entry(claim)
                 self._claims.enqueue(entry)
         self.advance()
         return Ticket(must_retry=entry.token is not None, position=entry.number)
@@ -108,34 +108,34 @@ class EngineQueue:
 
     def _cancel(self, entry: Entry, session: Session, over: Latch) -> None:
         """End the wait of a claim that is leaving."""
-        cancelled = 0
-        try:
-            while True:
-                if over.wait(CANCEL_EVERY if cancelled else 0):
-                    break
-                if cancelled * CANCEL_EVERY >= CANCEL_TIMEOUT:
-                    raise SessionDiedError("it did not react to a cancellation")
-                cancelled += 1
-                # It has no identity before it is connected.
-                if not session.identity:
-                    continue
+        with suppress(LockBackendError):
+            # A cancellation that may still be on its way would hit the next statement
+            # of this session.
+            if self._cancellations(session, over) <= entry.interrupted:
+                self._sessions.release(entry)
+                return
+        # The maintenance thread may have released it, for the next waiter.
+        if entry.session is session:
+            self._sessions.close(session)
+
+    def _cancellations(self, session: Session, over: Latch) -> float:
+        """Cancel a wait until it is over, and return how often this was requested.
+
+        The number is infinite if the server does not react, or has lost the session.
+        """
+        for number in range(CANCEL_AT_MOST):
+            if over.wait(CANCEL_EVERY if number else 0):
+                return number
+            # It has no identity before it is connected.
+            if session.identity:
                 row = self._sessions.ask("cancel", session.identity)
-                if not row or row[0] != 0:
-                    continue
-                raise SessionDiedError("the server no longer knows it")
-            if cancelled > entry.interrupted:
-                # A cancellation may still be on its way, and would hit the next
-                # statement of this session.
-                raise SessionDiedError("it may be cancelled late")
-            self._sessions.release(entry)
-        except (SessionDiedError, LockBackendError):
-            # The maintenance thread may have released it, for the next waiter.
-            if entry.session is session:
-                self._sessions.close(session)
+                if row and row[0] == 0:
+                    break
+        return math.inf
 
     def wait_without(self, claim: Claim) -> None:
         """Repeat the waits whose comments say that their callers have this hold."""
-        for entry in list(self._claims.nested):
+        for entry in self._claims.nested:
             owners = {held.owner for held in entry.claim.holding}
             if (session := entry.session) and claim.owner in owners:
                 with suppress(LockBackendError):
@@ -189,7 +189,8 @@ class EngineQueue:
 
     def _wait(self, entry: Entry, session: Session) -> None:
         try:
-            self._sessions.wait(entry, session, self._comment_of(entry))
+            comment = self._comment_of(entry)
+            entry.interrupted = self._sessions.send("wait", entry, session, comment)
         except SessionDiedError as error:
             self._sessions.close(session, error)
         except Exception as error:  # noqa: BLE001 (the key is polled meanwhile)
@@ -201,10 +202,9 @@ class EngineQueue:
         if entry.token is not None:
             if clock.now() - session.stood_at < QUICK_WAIT:
                 self._claims.contended.discard(entry.claim.key)
-            if self.notifier is not None:
-                # The claim gets its lease when it is acquired again.
-                grant = Grant(entry.token)
-                self.notifier.on_grant(entry.claim.owner, grant, session.stood_at)
+            # The claim gets its lease when it is acquired again.
+            grant = Grant(entry.token)
+            self.notifier.on_grant(entry.claim.owner, grant, session.stood_at)
             return
         with self._claims.mutex:
             # The caller that cancels a claim also frees its session.
@@ -229,28 +229,18 @@ class EngineQueue:
             tried = own[:KEYS_PER_POLL]
             is_served = bool(tried) or self._claims.are_awaited()
             self._claims.move_back([entry.name for entry in tried])
-        self._try_each(tried, owners)
+        for entry in tried:
+            # After a shared claim was granted, the next one can share the key too.
+            while entry.claim.owner in owners and self._attempt(entry):
+                entry = self._claims.queued.get(entry.name, (entry,))[0]
         if not is_served:
             # An unreachable server must not look like a busy key.
             self._sessions.ask("ping", 0)
         # Not after an error, which the next poll reports as well.
         self._polled_at = now
 
-    def _try_each(self, tried: Sequence[Entry], owners: Collection[str]) -> None:
-        for entry in tried:
-            main = self._sessions.session_for()
-            try:
-                # After a shared claim was granted, the next one can share the key too.
-                while True:
-                    if entry.claim.owner not in owners:
-                        break
-                    if not self._sessions.attempt(entry, main):
-                        break
-                    if not (found := self._claims.queued.get(entry.name)):
-                        break
-                    entry = found[0]
-            except SessionDiedError as error:
-                self._sessions.close(main, error)
+    def _attempt(self, entry: Entry) -> int | None:
+        return self._sessions.run(partial(self._sessions.attempt, entry))
 
 
 class Grants(Notifier):

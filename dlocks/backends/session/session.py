@@ -182,25 +182,6 @@ class Session:
         self.is_unread = False
         return row
 
-    def request(
-        self, statement: str, lock: Lock, comment: str, grant: Callable[[int], None]
-    ) -> Row | None:
-        """Send a statement that requests a lock, and call ``grant`` with its token."""
-        is_sure = lock not in self.doubted
-        self.doubted.add(lock)
-        try:
-            row = self.ask(statement, lock[0], comment)
-        except (LockBackendError, ImproperlyConfigured):
-            if is_sure:
-                self.doubted.discard(lock)
-            raise
-        if row is not None and row[0]:
-            grant(int(row[0]))
-        # The engine may have granted the lock before it cancelled the statement.
-        if row is not None and is_sure:
-            self.doubted.discard(lock)
-        return row
-
     def free(self, lock: Lock) -> bool:
         """Release a lock, and return whether the session had it."""
         name, shared = lock
@@ -223,26 +204,15 @@ class Session:
             cursor.execute(sql, values)
             return cursor.fetchone() if cursor.description else ()
 
-    def allow_idle(self, seconds: float) -> None:
-        """Ensure that the server does not end the session within ``seconds``."""
-        with self.mutex:
-            if self.idle < seconds:
-                self._set_idle(seconds)
-                self.idle = seconds
-
-    def limit_idle(self, seconds: float) -> None:
+    def set_idle(self, seconds: float) -> None:
         """Let the server end the session after ``seconds`` without a statement."""
-        with self.mutex:
-            if self.idle > seconds:
-                # First, because the reply may be lost.
-                self.idle = seconds
-                self._set_idle(seconds)
-
-    def _set_idle(self, seconds: float) -> None:
+        # The reply may be lost.
+        self.idle = min(self.idle, seconds)
         if self.ask("idle", self.idle_setting(seconds)) is None:
             raise LockBackendError(
                 f"A lock request to database {self.database!r} was cancelled."
             )
+        self.idle = seconds
 
     def idle_setting(self, seconds: float) -> int:
         return math.ceil(min(seconds, LONGEST_IDLE) * self.idle_unit)
@@ -325,17 +295,12 @@ class Session:
             self._close()
             return
         # Another file could have the number once the connection is closed.
-        with (
-            self._closing,
-            suppress(Exception),
-            socket.socket(fileno=os.dup(self._file())) as connection,
-        ):
-            connection.shutdown(socket.SHUT_RDWR)
+        with self._closing, suppress(Exception):
+            file = os.dup(self.wrapper.connection.fileno())
+            with socket.socket(fileno=file) as connection:
+                connection.shutdown(socket.SHUT_RDWR)
 
     def _close(self) -> None:
         with self._closing, suppress(Exception):
             wrapper, self.wrapper = self.wrapper, None
             wrapper.close()
-
-    def _file(self) -> int:
-        return int(self.wrapper.connection.fileno())

@@ -5,11 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from typing import NamedTuple, TypeVar
 
 from django.core.exceptions import ImproperlyConfigured
@@ -31,7 +29,7 @@ from dlocks.backends.session.session import (
 )
 from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
-from dlocks.values import Claim, Holder, Waiter
+from dlocks.values import Claim, Waiter
 
 T = TypeVar("T")
 
@@ -52,23 +50,10 @@ class ServerSession(NamedTuple):
     number: int
     waited: float
 
-    def as_holder(self, key: str) -> Holder:
-        return Holder(
-            key=key,
-            holder=self.who,
-            owner_ip=self.host,
-            since=None,
-            remaining=math.inf,
-            token=0,
-            count=1,
-            stale=False,
-        )
-
     def as_waiter(self, key: str, prefix: str) -> Waiter:
         return Waiter(
             holder=self.who,
             owner_ip=self.host,
-            holds=(),
             waits_for=key.removeprefix(prefix),
             waited=max(0.0, self.waited),
         )
@@ -110,6 +95,9 @@ class Sessions:
         database = connections[self._backend.database].settings_dict["NAME"]
         text = f"{database}\0{key}"
         return "dlocks:" + hashlib.sha256(text.encode()).hexdigest()[:48]
+
+    def entry(self, claim: Claim) -> Entry:
+        return Entry(claim, name=self.name(claim.key))
 
     def all(self) -> list[Session]:
         return [*([self.main] if self.main else []), *self.for_waiters]
@@ -176,19 +164,19 @@ class Sessions:
     # The requests of claims. A claim is marked before its request is sent. If that is
     # interrupted, the maintenance thread releases what the server may have granted.
 
-    def attempt(self, entry: Entry, session: Session) -> bool:
-        """Request the key on this session, and return whether it was granted.
+    def attempt(self, entry: Entry, session: Session) -> int | None:
+        """Request the key on this session, and return its token, or None.
 
         The claim is a new one, or the first waiter of its key.
         """
         with self._claims.mutex:
             session.refuse_if_dead()
             if not self._claims.admits(entry, session):
-                return False
+                return None
             self._claims.entries[entry.claim.owner] = entry
             self._claims.assign(entry, session)
         try:
-            if self._send("try", entry, session):
+            if self.send("try", entry, session):
                 raise LockBackendError(
                     f"A lock request to database {self._backend.database!r} was"
                     " cancelled."
@@ -199,7 +187,7 @@ class Sessions:
         if entry.token is None and not entry.leaving:
             # Another thread may have noticed its end. Then the key may be free.
             session.refuse_if_dead()
-        return entry.token is not None
+        return entry.token
 
     def _settle(self, entry: Entry, session: Session) -> None:
         """Record that a claim was not granted; the caller holds the mutex."""
@@ -213,12 +201,7 @@ class Sessions:
         else:
             self._claims.forget(entry)
 
-    def wait(self, entry: Entry, session: Session, comment: str) -> None:
-        """Wait for the key on this session, at most until the end of a statement."""
-        entry.interrupted = False
-        entry.interrupted = self._send("wait", entry, session, comment)
-
-    def _send(
+    def send(
         self, statement: str, entry: Entry, session: Session, comment: str = ""
     ) -> bool:
         """Send the statement that tries or waits for the key, and record a grant.
@@ -227,7 +210,7 @@ class Sessions:
         """
         claim, waits = entry.claim, statement == "wait"
         with session.mutex:
-            session.allow_idle(claim.ttl + self._backend.grace)
+            self.allow_idle(session, claim.ttl)
             with self._claims.mutex:
                 # A caller that cancels the claim marks it before it uses the session.
                 if entry.leaving or entry.session is not session:
@@ -246,24 +229,30 @@ class Sessions:
                     session.doubted.add(entry.lock)
             elif claim.shared:
                 statement += " shared again" if is_shared else " shared"
-            grant = partial(self._grant, entry, session)
-            row = session.request(statement, entry.lock, comment, grant)
-            if row is not None and (row[0] is not None or not waits):
-                return False
+            was_doubted = entry.lock in session.doubted
             session.doubted.add(entry.lock)
-            self._free(entry, session)
-            return True
-
-    def _grant(self, entry: Entry, session: Session, token: int) -> None:
-        with self._claims.mutex:
-            # Otherwise the session was closed, and its locks are gone.
-            if entry.session is session:
-                self._claims.granted(entry, token)
+            try:
+                row = session.ask(statement, entry.name, comment)
+            except (LockBackendError, ImproperlyConfigured):
+                if not was_doubted:
+                    session.doubted.discard(entry.lock)
+                raise
+            if row is not None and row[0]:
+                with self._claims.mutex:
+                    # Otherwise the session was closed, and its locks are gone.
+                    if entry.session is session:
+                        self._claims.granted(entry, int(row[0]))
+            if row is None or (waits and row[0] is None):
+                # The engine may have granted the lock before.
+                self._free(entry, session)
+                return True
+            if not was_doubted:
+                session.doubted.discard(entry.lock)
+            return False
 
     def release(self, entry: Entry) -> None:
         """Release the key of a claim. Another thread may do so at the same time."""
         with self._claims.mutex:
-            entry.leaving = True
             if (session := entry.session) is None:
                 self._claims.forget(entry)
                 return
@@ -277,11 +266,15 @@ class Sessions:
         except SessionDiedError as error:
             self.close(session, error)
 
-    def limit_idle(self, session: Session) -> None:
-        """Let the server end a session as soon as its claims allow.
+    # The caller of the next two methods has the turn to send requests.
 
-        The caller has the turn to send requests.
-        """
+    def allow_idle(self, session: Session, ttl: float) -> None:
+        """Ensure that the server does not end a session before this ttl has passed."""
+        if session.idle < (needed := ttl + self._backend.grace):
+            session.set_idle(needed)
+
+    def limit_idle(self, session: Session) -> None:
+        """Let the server end a session as soon as its claims allow."""
         usual, grace = self._backend.ttl, self._backend.grace
         if session.idle <= usual + grace:
             return
@@ -289,7 +282,7 @@ class Sessions:
             ttls = [one.claim.ttl for at in session.at.values() for one in at]
         # What the caller has done is done, whether this succeeds or not.
         with suppress(LockBackendError):
-            session.limit_idle(max([usual, *ttls]) + grace)
+            session.set_idle(max([usual, *ttls]) + grace)
 
     def _free(self, entry: Entry, session: Session) -> bool:
         """Release the lock of a claim, and return whether the session had it."""

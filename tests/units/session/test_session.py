@@ -275,7 +275,7 @@ def test_a_claim_cancelled_while_it_is_tried_leaves_the_key_free(
         in_queue(1, "stock:9")
         waiter = claim("stock:7")
         assert backend.enqueue(waiter, "").position
-        request = backend.sessions._send
+        request = backend.sessions.send
         gave_up = []
 
         def come_between(statement, entry, *args):
@@ -283,7 +283,7 @@ def test_a_claim_cancelled_while_it_is_tried_leaves_the_key_free(
                 gave_up.append(backend.release(entry.claim))
             return request(statement, entry, *args)
 
-        monkeypatch.setattr(backend.sessions, "_send", come_between)
+        monkeypatch.setattr(backend.sessions, "send", come_between)
         assert not backend.poll([waiter]).get(waiter.owner, None)
         assert gave_up == [False]
         assert is_free()
