@@ -237,8 +237,10 @@ class SessionBackend(Backend):
         self.queue.wait_without(claim)
         if entry.resting:
             # Its session may have ended, and another caller may have had the key since.
+            # Or the time is over, and the key was released as usual.
             session = entry.session
-            return session is not None and self.sessions.is_alive(session)
+            is_kept = session is not None and self.sessions.is_alive(session)
+            return is_kept or entry.was_held
         return self.queue.release(entry) and not entry.expired
 
     def enqueue(

@@ -201,6 +201,23 @@ def test_a_missed_turn_is_not_granted_while_it_is_released(
     assert backend.release(late)
 
 
+@SERVERS
+def test_a_key_that_rests_until_its_release_is_noticed_is_not_lost(
+    backend, monkeypatch, until
+):
+    """The rest of min_hold may be shorter than a pause of this thread."""
+    mine, main = claim(), threading.current_thread()
+    assert backend.acquire(mine)
+    entry = backend.claims.entries[mine.owner]
+
+    def pause(_):
+        if threading.current_thread() is main:
+            until(lambda: entry.gone)
+
+    monkeypatch.setattr(backend.queue, "wait_without", pause)
+    assert backend.release(mine, rest_for=0.01)
+
+
 # Readers that leave or join.
 
 
