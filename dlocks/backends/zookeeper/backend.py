@@ -217,16 +217,18 @@ class ZooKeeperBackend(Backend):
     def release(
         self, claim: Claim, *, failed: bool = False, rest_for: float = 0.0
     ) -> bool:
-        with self.claims.mutex:
-            entry = self.claims.entries.get(claim.owner)
-            if entry is None:
-                return False
-            if rest_for and entry.token is not None and not entry.expired:
-                self.claims.rest(entry, rest_for)
-        if entry.resting:
-            # Another client may have deleted its node.
-            self._check([entry])
-            return not entry.gone
+        entry = self.claims.entries.get(claim.owner)
+        if entry is None:
+            return False
+        if rest_for and entry.token is not None:
+            try:
+                # Another client may have deleted its node.
+                self._check([entry])
+            finally:
+                with self.claims.mutex:
+                    if not (entry.gone or entry.expired):
+                        self.claims.rest(entry, rest_for)
+            return entry.resting
         timeout = SOON if entry.token is None else None
         return self._release_entry(entry, timeout=timeout) and not entry.expired
 

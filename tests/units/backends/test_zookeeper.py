@@ -344,6 +344,22 @@ def test_a_release_is_false_once_the_expired_lease_has_ended(backend, monkeypatc
         assert not released, rest_for
 
 
+def test_a_key_that_rests_until_its_release_is_noticed_is_not_lost(
+    backend, monkeypatch, until
+):
+    """The rest of min_hold may be shorter than a pause of this thread."""
+    mine, check = claim(), backend._check
+    assert backend.acquire(mine)
+
+    def pause(entries):
+        (entry,) = entries
+        until(lambda: entry.gone or not entry.resting)
+        check(entries)
+
+    monkeypatch.setattr(backend, "_check", pause)
+    assert backend.release(mine, rest_for=0.01)
+
+
 @pytest.fixture
 def late(server, root):
     """A backend whose process goes on after a pause in which its lease has expired."""
