@@ -7,8 +7,6 @@ way. ``release()`` and ``locked()`` are no coroutines in ``asyncio``, so another
 makes their requests.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections import deque

@@ -1,7 +1,5 @@
 """Threads that have ended."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any

@@ -1,7 +1,5 @@
 """Backends that do what a test says at one of their documented methods."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from dlocks.backends.database import PessimisticBackend

@@ -4,8 +4,6 @@ They are named in the DLOCKS setting, as the backends of users are. The requests
 methods of ``Backend`` in docs/reference/backends.md.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack

@@ -4,8 +4,6 @@
 awaited any more. So does the garbage collector, for a task whose loop was closed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc
@@ -63,10 +61,7 @@ async def enter_one_after_the_other(**options):
 
 
 async def enter_a_permit_first(**options):
-    async with (
-        db_semaphore("a", 2, **options),
-        db_lock("b", timeout=30, **options),
-    ):
+    async with db_semaphore("a", 2, **options), db_lock("b", timeout=30, **options):
         pytest.fail("entered")
 
 

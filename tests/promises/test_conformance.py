@@ -6,8 +6,6 @@ the package out, and then these tests are skipped. The classes of ``threading`` 
 acquire and release locks of dlocks.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import inspect

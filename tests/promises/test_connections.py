@@ -1,7 +1,5 @@
 """dlocks' own connections commit, and getting one has a deadline."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import threading

@@ -1,7 +1,5 @@
 """``hold.detach()`` while other threads enter, use or leave the hold."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time
@@ -10,13 +8,7 @@ import pytest
 from asgiref.sync import sync_to_async
 from django.db import transaction
 
-from dlocks import (
-    LockBackendError,
-    LockLost,
-    aresume_hold,
-    db_lock,
-    resume_hold,
-)
+from dlocks import LockBackendError, LockLost, aresume_hold, db_lock, resume_hold
 from tests.for_each import for_each
 from tests.promises.yields import yielding
 

@@ -164,11 +164,7 @@ def test_the_error_is_neither_contention_nor_a_failure():
         error = error_of(in_block, db_lock("stock:7", timeout=None))
     assert not isinstance(error, (LockTimeout, LockBackendError, TimeoutError))
     again = pickle.loads(pickle.dumps(error))
-    assert (type(again), str(again), again.key) == (
-        LockShutDown,
-        str(error),
-        "stock:7",
-    )
+    assert (type(again), str(again), again.key) == (LockShutDown, str(error), "stock:7")
 
 
 @pytest.mark.front
@@ -227,10 +223,7 @@ def test_a_shutdown_ends_candidates_of_an_election(threads):
     """``run()`` returns as after ``stop()``. A new election does not begin."""
     first, second = LeaderElection("x"), LeaderElection("x")
     with held_elsewhere(first.key):
-        runs = [
-            threads(first.run),
-            threads(lambda: async_to_sync(second.arun)()),
-        ]
+        runs = [threads(first.run), threads(lambda: async_to_sync(second.arun)())]
         eventually(lambda: len(db_lock(first.key).waiters()) == 2)
         shutdown()
         for thread in runs:

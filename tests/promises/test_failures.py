@@ -1,7 +1,5 @@
 """What a caller reads when the database fails: the reason, once."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import logging

@@ -55,12 +55,7 @@ def by_a_detach(key):
 
 @for_each(
     "end",
-    [
-        by_a_block,
-        by_the_block_of_another_thread,
-        by_the_holds_of_each_key,
-        by_a_detach,
-    ],
+    [by_a_block, by_the_block_of_another_thread, by_the_holds_of_each_key, by_a_detach],
 )
 def test_what_acquire_has_returned_is_forgotten_after_its_end(end):
     """A caller that acquires ever new keys by ``acquire()`` needs no more memory.

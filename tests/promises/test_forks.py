@@ -1,7 +1,5 @@
 """A process never uses a connection that another process opened."""
 
-from __future__ import annotations
-
 import json
 import os
 import queue

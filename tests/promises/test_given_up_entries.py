@@ -1,7 +1,5 @@
 """An acquisition that enters a hold again and is given up leaves only its own entry."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

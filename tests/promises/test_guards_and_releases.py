@@ -1,7 +1,5 @@
 """``hold.atomic()`` in one thread, while another thread leaves the hold."""
 
-from __future__ import annotations
-
 import threading
 import time
 from contextlib import suppress

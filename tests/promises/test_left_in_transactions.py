@@ -1,7 +1,5 @@
 """A lease that is left in an open transaction, and entered again meanwhile."""
 
-from __future__ import annotations
-
 import threading
 import time
 

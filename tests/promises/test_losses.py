@@ -8,13 +8,7 @@ import pytest
 from django.test import override_settings
 
 from dlocks import LockLost, db_lock, db_rwlock, db_semaphore, lock_lost
-from dlocks.testing import (
-    expire,
-    frozen_clock,
-    held_elsewhere,
-    lose,
-    override_locks,
-)
+from dlocks.testing import expire, frozen_clock, held_elsewhere, lose, override_locks
 from tests.for_each import for_each
 from tests.promises.locks.keys import clear
 from tests.sync_and_async import sync_and_async

@@ -3,8 +3,6 @@
 It comes from a signal handler, or from a ``__del__()`` called by the garbage collector.
 """
 
-from __future__ import annotations
-
 import random
 import signal
 import threading

@@ -3,8 +3,6 @@
 Each acquisition is left once, so the last one frees the key, and none is left open.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from dlocks import db_lock

@@ -1,7 +1,5 @@
 """A caller knows its own holds, and is not refused a key because of a lost one."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import queue

@@ -1,7 +1,5 @@
 """An exception from a signal handler reaches the handlers around the code."""
 
-from __future__ import annotations
-
 import contextlib
 import dis
 import itertools

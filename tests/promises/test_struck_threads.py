@@ -1,7 +1,5 @@
 """Exceptions that strike a thread at any moment, as a time limit of a worker does."""
 
-from __future__ import annotations
-
 import gc
 import random
 import secrets

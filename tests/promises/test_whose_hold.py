@@ -1,7 +1,5 @@
 """No caller releases the hold of another: ``release()``, ``held()`` and blocks."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import threading

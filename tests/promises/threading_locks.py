@@ -5,8 +5,6 @@ who holds the key. The private methods are those that ``threading.Condition`` an
 tests of CPython call.
 """
 
-from __future__ import annotations
-
 import itertools
 import threading
 from collections import deque

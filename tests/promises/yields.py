@@ -1,7 +1,5 @@
 """Threads that yield at random moments, so that a race which is rare happens often."""
 
-from __future__ import annotations
-
 import random
 import sys
 import time

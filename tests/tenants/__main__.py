@@ -4,8 +4,6 @@ There is one name per line of input and one line of JSON per result. The process
 own database with the tenants acme and globex. Two scenarios move the tables.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

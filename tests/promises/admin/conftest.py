@@ -1,7 +1,5 @@
 """The users of the admin."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -1,7 +1,5 @@
 """The pages of the admin as a browser sees them, and the forms that it sends."""
 
-from __future__ import annotations
-
 import html
 import re
 

@@ -1,7 +1,5 @@
 """The actions of the admin: clear stale locks, and force releases."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """The admin of several aliases: each database and prefix can be chosen."""
 
-from __future__ import annotations
-
 import html
 import itertools
 import re

@@ -3,8 +3,6 @@
 With DLOCKS_TEST_PICTURES, pictures of the pages are written to that directory.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta

@@ -3,8 +3,6 @@
 It is used by mouse, by keyboard, and without scripts.
 """
 
-from __future__ import annotations
-
 from datetime import UTC, datetime, timedelta
 
 import pytest

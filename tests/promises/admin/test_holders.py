@@ -1,7 +1,5 @@
 """``DLOCKS_SHOW_HOLDER``: host, process, thread and IP can be hidden."""
 
-from __future__ import annotations
-
 import pickle
 import socket
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """The page of a key in the admin, with its history."""
 
-from __future__ import annotations
-
 import html
 import re
 from copy import copy

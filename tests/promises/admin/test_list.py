@@ -1,7 +1,5 @@
 """The list of locks in the admin: a live page of the locks in use."""
 
-from __future__ import annotations
-
 import html
 import math
 import os

@@ -1,7 +1,5 @@
 """The admin of ended holds: the history, read-only."""
 
-from __future__ import annotations
-
 import html
 import re
 

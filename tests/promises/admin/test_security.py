@@ -1,7 +1,5 @@
 """Permissions, reasons, and the audit log."""
 
-from __future__ import annotations
-
 import logging
 import re
 

@@ -1,7 +1,5 @@
 """Run a command as an operator does, and answer its question."""
 
-from __future__ import annotations
-
 import io
 import json
 import sys

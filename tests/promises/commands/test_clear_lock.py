@@ -1,7 +1,5 @@
 """The command clear_lock."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """The command dlocks_health, and what every command says before ``migrate``."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

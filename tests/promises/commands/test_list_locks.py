@@ -1,7 +1,5 @@
 """The command list_locks."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """The command reap_locks."""
 
-from __future__ import annotations
-
 import time
 from datetime import timedelta
 

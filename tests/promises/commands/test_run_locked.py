@@ -1,7 +1,5 @@
 """The output of run_locked. Its other tests are in integrations/test_schedules.py."""
 
-from __future__ import annotations
-
 import pytest
 from django.core.management import CommandError, call_command
 

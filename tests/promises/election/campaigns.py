@@ -1,7 +1,5 @@
 """What tests of elections share."""
 
-from __future__ import annotations
-
 import queue
 
 import pytest

@@ -1,7 +1,5 @@
 """Leader election: one leader at a time, and a successor without delay."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math
@@ -16,13 +14,7 @@ import pytest
 from asgiref.sync import async_to_sync, sync_to_async
 from django.db import connection
 
-from dlocks import (
-    LeaderElection,
-    LockBackendError,
-    LockLost,
-    db_lock,
-    lock_acquired,
-)
+from dlocks import LeaderElection, LockBackendError, LockLost, db_lock, lock_acquired
 from dlocks.models import LockClaim
 from dlocks.testing import lose
 from tests.promises.database.test_faults import on_server, server  # noqa: F401 (fixtures)

@@ -3,8 +3,6 @@
 Such processes are the children of multiprocessing and the workers of Celery.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -20,10 +18,7 @@ from dlocks.models import HoldRecord, ResourceLock
 from tests.celery_app import application
 from tests.timing import eventually
 
-pytestmark = [
-    pytest.mark.front,
-    pytest.mark.django_db(transaction=True),
-]
+pytestmark = [pytest.mark.front, pytest.mark.django_db(transaction=True)]
 
 ROOT = Path(__file__).parent.parent.parent
 # A process takes a second to start, and each look costs a query.

@@ -1,7 +1,5 @@
 """Deadlocks: callers that wait for each other's keys are told at once."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -26,10 +24,7 @@ from tests.volume import volume
 # The tests that are marked storage run each statement that looks for deadlocks on every
 # engine. What follows from its rows is the same everywhere. Locks of sessions ask
 # PostgreSQL and MySQL in different ways.
-pytestmark = [
-    pytest.mark.django_db(transaction=True),
-    pytest.mark.engine("postgresql"),
-]
+pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.engine("postgresql")]
 
 SERVERS = pytest.mark.engine("postgresql", "mysql")
 BOTH = ["default", "session"] if connection.vendor == "postgresql" else ["session"]

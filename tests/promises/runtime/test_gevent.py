@@ -3,8 +3,6 @@
 The gevent worker of gunicorn does the same.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from tests.scripts import run_python

@@ -1,7 +1,5 @@
 """Connection pools of a process: Django's and django-db-connection-pool."""
 
-from __future__ import annotations
-
 import json
 from concurrent.futures import ThreadPoolExecutor
 

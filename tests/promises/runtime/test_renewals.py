@@ -1,7 +1,5 @@
 """Leases are renewed while they are held, or their loss is reported."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import logging
@@ -32,10 +30,7 @@ from tests.scripts import run_python, run_script
 from tests.timing import in_time
 
 pytest_plugins = ["tests.promises.stops"]
-pytestmark = [
-    pytest.mark.front,
-    pytest.mark.django_db(transaction=True),
-]
+pytestmark = [pytest.mark.front, pytest.mark.django_db(transaction=True)]
 
 
 # Renewal.

@@ -1,7 +1,5 @@
 """Locks use the real clock under freezegun and time-machine."""
 
-from __future__ import annotations
-
 import threading
 import time
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """What the tests of session locks need to see and to break on the server."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

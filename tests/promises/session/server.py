@@ -1,7 +1,5 @@
 """Session locks of the tests, and the sessions of the server."""
 
-from __future__ import annotations
-
 import pytest
 from django.db import connection
 

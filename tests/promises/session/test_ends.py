@@ -1,7 +1,5 @@
 """A session lock ends with its session, its process or its lease, and not before."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """Session locks exclude other callers, and can be shared, as documented."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 import time

@@ -1,7 +1,5 @@
 """Databases, poolers and options with which session locks are refused."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

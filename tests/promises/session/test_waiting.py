@@ -1,7 +1,5 @@
 """Callers that wait for a session lock, in the queue of the engine."""
 
-from __future__ import annotations
-
 import contextlib
 import queue
 import signal

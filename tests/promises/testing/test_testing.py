@@ -1,7 +1,5 @@
 """Helpers for users' own tests, as in docs/how-to/testing.md."""
 
-from __future__ import annotations
-
 import dataclasses
 import subprocess
 import sys
