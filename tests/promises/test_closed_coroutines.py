@@ -12,7 +12,6 @@ import weakref
 
 import pytest
 from asgiref.sync import sync_to_async
-from django.utils.module_loading import import_string
 
 from dlocks import aresume_hold, db_lock, db_rwlock, db_semaphore
 from dlocks.testing import held_elsewhere
@@ -221,28 +220,29 @@ def new_loop():
 
 
 @pytest.mark.front
-@for_each("of_hold", [False, True])
-def test_a_block_that_is_closed_outside_of_its_loop_frees_its_key(
-    of_hold, until, is_busy
-):
-    """The loop stays open, and nothing in it runs."""
+@for_each("case", ["block of a lock", "block of a hold", "block that ends"])
+def test_a_block_that_is_closed_outside_of_its_loop_frees_its_key(case, until, is_busy):
+    """The loop stays open, and nothing in it runs.
+
+    It may have stopped before the release at the end of the block was sent.
+    """
     lock = db_lock("a", using="memory")
 
-    async def work(entered):
-        async with await lock.aacquire() if of_hold else lock:
+    async def work(entered, leave):
+        async with await lock.aacquire() if case == "block of a hold" else lock:
             entered.set()
-            await asyncio.Event().wait()
+            await leave.wait()
 
     async def main():
-        entered = asyncio.Event()
-        task = asyncio.create_task(work(entered))
+        entered, leave = asyncio.Event(), asyncio.Event()
+        task = asyncio.create_task(work(entered, leave))
         await entered.wait()
+        if case == "block that ends":
+            leave.set()
         return task
 
     with new_loop() as loop:
-        task = loop.run_until_complete(main())
-        assert is_busy("a", using="memory")
-        close(task)
+        close(loop.run_until_complete(main()))
         until(lambda: not is_busy("a", using="memory"), 5)
 
 
@@ -283,71 +283,39 @@ def test_a_handover_that_is_closed_in_its_request_frees_the_key(
         until(lambda: not is_busy("a", using="memory"), 5)
 
 
-@pytest.mark.front
-def test_a_block_that_is_closed_before_its_release_was_sent_frees_its_key(
-    until, is_busy
-):
-    """The loop stops as the block ends, and nothing in it runs any more."""
-
-    async def work(entered, leave):
-        async with db_lock("a", using="memory"):
-            entered.set()
-            await leave.wait()
-
-    async def main():
-        entered, leave = asyncio.Event(), asyncio.Event()
-        task = asyncio.create_task(work(entered, leave))
-        await entered.wait()
-        leave.set()
-        return task
-
-    with new_loop() as loop:
-        task = loop.run_until_complete(main())
-        close(task)
-        until(lambda: not is_busy("a", using="memory"), 5)
-
-
-class SlowQueue(import_string("dlocks.backends.memory.MemoryBackend")):
-    """A backend whose queue a claim on "a" joins once a test lets it."""
-
-    def enqueue(self, claim, *arguments):
-        if claim.key == "a":
-            SlowQueue.asked.set()
-            SlowQueue.joins.wait(30)
-        ticket = super().enqueue(claim, *arguments)
-        if claim.key == "a":
-            SlowQueue.joined.set()
-        return ticket
-
-    def poll(self, claims, **options):
-        SlowQueue.heartbeats += options["heartbeat"]
-        return super().poll(claims, **options)
-
-
 def test_a_claim_that_joins_after_the_end_of_its_loop_is_cancelled(
-    settings, until, threads, in_other_thread
+    stops, until, threads, in_other_thread
 ):
     """The task still exists, so that nothing closes its coroutine."""
-    path = f"{__name__}.{SlowQueue.__name__}"
-    settings.DLOCKS = {**settings.DLOCKS, "slow": {"BACKEND": path}}
-    for name in "asked", "joins", "joined":
-        setattr(SlowQueue, name, threading.Event())
-    SlowQueue.heartbeats = 0
-    one, other = (db_lock(key, using="slow", timeout=60) for key in "ab")
+    using, polls = "stopping memory", []
+    asked, joins, joined = threading.Event(), threading.Event(), threading.Event()
+
+    def join(usual, claim, *_):
+        if claim.key != "a":
+            return usual()
+        asked.set()
+        joins.wait(30)
+        ticket = usual()
+        joined.set()
+        return ticket
+
+    stops.replace("enqueue", join, using)
+    stops.replace("poll", lambda usual, *_: polls.append(None) or usual(), using)
+    one, other = (db_lock(key, using=using, timeout=60) for key in "ab")
     hold, another = in_other_thread(one.acquire), in_other_thread(other.acquire)
     waiter = threads(lambda: other.acquire().release())
     loop = asyncio.new_event_loop()
     # That its task is destroyed is no news here, nor in a later test.
     loop.set_exception_handler(lambda *_: None)
     task = loop.create_task(one.aacquire())
-    while not SlowQueue.asked.is_set():
+    while not asked.is_set():
         loop.run_until_complete(asyncio.sleep(0.001))
     loop.close()
     # The thread that serves the waiters has looked since.
-    seen = SlowQueue.heartbeats
-    until(lambda: SlowQueue.heartbeats > seen + 1)
-    SlowQueue.joins.set()
-    assert SlowQueue.joined.wait(30)
+    seen = len(polls)
+    until(lambda: len(polls) > seen + 1)
+    joins.set()
+    assert joined.wait(30)
     hold.release()
     with one as following:
         # Its claim was cancelled, and is no lease that had to expire.

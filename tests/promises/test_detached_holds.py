@@ -6,7 +6,6 @@ import time
 
 import pytest
 from asgiref.sync import sync_to_async
-from django.db import transaction
 
 from dlocks import LockBackendError, LockLost, aresume_hold, db_lock, resume_hold
 from tests.for_each import for_each
@@ -234,47 +233,26 @@ def test_a_hold_that_was_not_left_continues_after_a_failed_detach(
         pytest.param("stopping memory", marks=pytest.mark.front),
     ],
 )
-@for_each("error", [LockBackendError, KeyboardInterrupt])
-def test_a_failed_detach_frees_no_key_before_the_transaction_ends(
-    using, error, stops, paused, is_busy, until
+@for_each("error", [None, LockBackendError, KeyboardInterrupt])
+def test_a_detach_frees_no_key_before_the_transaction_ends(
+    using, error, stops, leave_in_transaction, is_busy, until
 ):
-    """Another thread has left the hold in its transaction meanwhile."""
+    """Another thread leaves the hold in its transaction while the request is under way.
+
+    The detach is then refused, even if its request succeeds.
+    """
     hold = db_lock("export:7", using=using, scope="lease").acquire()
     ends = []
 
     def leave():
-        with transaction.atomic():
-            hold.release()
-            yield
+        ends.append(leave_in_transaction(hold))
 
-    fail_to_detach(hold, stops, lambda: ends.append(paused(leave)), error)
-    assert is_busy("export:7", using)
-    ends[0]()
-    until(lambda: not is_busy("export:7", using), 1.0)
-
-
-@pytest.mark.parametrize(
-    "using",
-    [
-        pytest.param("stopping pessimistic", marks=SERVERS),
-        pytest.param("stopping memory", marks=pytest.mark.front),
-    ],
-)
-def test_a_hold_that_is_left_in_a_transaction_is_not_detached_before_its_end(
-    using, stops, paused, is_busy, until
-):
-    """Another thread leaves it while the request is under way."""
-    hold = db_lock("export:7", using=using, scope="lease").acquire()
-    ends = []
-
-    def leave():
-        with transaction.atomic():
-            hold.release()
-            yield
-
-    stops.call("renew", lambda: ends.append(paused(leave)))
-    with pytest.raises(RuntimeError, match="before the end of a transaction"):
-        hold.detach()
+    if error is None:
+        stops.call("renew", leave)
+        with pytest.raises(RuntimeError, match="before the end of a transaction"):
+            hold.detach()
+    else:
+        fail_to_detach(hold, stops, leave, error)
     assert is_busy("export:7", using)
     ends[0]()
     until(lambda: not is_busy("export:7", using), 1.0)

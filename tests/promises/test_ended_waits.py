@@ -92,17 +92,31 @@ def test_a_shutdown_ends_the_waits_of_all_threads_and_tasks(using, threads):
     assert not key.locked()
 
 
-@pytest.mark.parametrize("permits", [None, 1])
-def test_a_wait_does_not_acquire_what_the_shutdown_releases(permits, threads):
+@pytest.mark.parametrize(
+    ("kind", "using"),
+    [
+        (db_lock, "default"),
+        (partial(db_semaphore, permits=1), "default"),
+        # In the queue of the engine.
+        pytest.param(
+            db_lock, "session", marks=pytest.mark.engine("postgresql", "mariadb")
+        ),
+    ],
+    ids=["key", "permit", "session"],
+)
+def test_a_wait_does_not_acquire_what_the_shutdown_releases(
+    kind, using, threads, is_busy
+):
     """The key was held by another thread of the same process."""
-    kind = db_lock if permits is None else partial(db_semaphore, permits=permits)
-    hold = kind("stock:7").acquire()
-    thread = threads(lambda: error_of(in_block, kind("stock:7", timeout=None)))
+    hold = kind("stock:7", using=using).acquire()
+    lock = kind("stock:7", using=using, timeout=None)
+    thread = threads(lambda: error_of(in_block, lock))
     eventually(hold.queue_length)
     shutdown()
     thread.join(30)
     assert type(thread.results[0]) is LockShutDown
-    assert not db_lock("stock:7").locked()
+    # The server may have granted the lock as the wait ended.
+    eventually(lambda: not is_busy("stock:7", using))
 
 
 @pytest.mark.skipif(
@@ -110,11 +124,7 @@ def test_a_wait_does_not_acquire_what_the_shutdown_releases(permits, threads):
 )
 def test_a_wait_in_a_transaction_ends(threads):
     lock = db_lock("stock:7", timeout=None)
-
-    def work():
-        with transaction.atomic():
-            return error_of(in_block, lock)
-
+    work = transaction.atomic(partial(error_of, in_block, lock))
     with held_elsewhere("stock:7"):
         thread = threads(work)
         eventually(lock.waiters)
@@ -122,19 +132,6 @@ def test_a_wait_in_a_transaction_ends(threads):
         thread.join(30)
         assert type(thread.results[0]) is LockShutDown
         eventually(lambda: not lock.waiters())
-
-
-@pytest.mark.engine("postgresql", "mariadb")
-def test_a_wait_in_the_queue_of_the_engine_ends(threads, is_busy):
-    hold = db_lock("stock:7", using="session").acquire()
-    lock = db_lock("stock:7", using="session", timeout=None)
-    thread = threads(lambda: error_of(in_block, lock))
-    eventually(hold.queue_length)
-    shutdown()
-    thread.join(30)
-    assert type(thread.results[0]) is LockShutDown
-    # The server may have granted the lock as the wait ended.
-    eventually(lambda: not is_busy("stock:7", "session"))
 
 
 @pytest.mark.front
@@ -223,7 +220,7 @@ def test_a_shutdown_ends_candidates_of_an_election(threads):
     """``run()`` returns as after ``stop()``. A new election does not begin."""
     first, second = LeaderElection("x"), LeaderElection("x")
     with held_elsewhere(first.key):
-        runs = [threads(first.run), threads(lambda: async_to_sync(second.arun)())]
+        runs = threads(first.run), threads(async_to_sync(second.arun))
         eventually(lambda: len(db_lock(first.key).waiters()) == 2)
         shutdown()
         for thread in runs:

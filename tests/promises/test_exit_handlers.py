@@ -35,23 +35,18 @@ from dlocks import db_lock, db_semaphore
 """
 
 
-@pytest.fixture
-def run():
-    """Return a function that runs a script, and returns its output.
+def run(script, *, before="", quiet=True):
+    """Run a script, and return the ended process.
 
     ``before`` is code that runs before dlocks is imported, so its exit handlers run
     after those of dlocks.
     """
-
-    def run(script, *, before="", quiet=True):
-        done = run_script(
-            IMPORTS + textwrap.dedent(script), before=HELPERS + textwrap.dedent(before)
-        )
-        assert done.returncode == 0
-        assert not (quiet and done.stderr), done.stderr
-        return done
-
-    return run
+    done = run_script(
+        IMPORTS + textwrap.dedent(script), before=HELPERS + textwrap.dedent(before)
+    )
+    assert done.returncode == 0
+    assert not (quiet and done.stderr), done.stderr
+    return done
 
 
 HANDLER = """
@@ -75,7 +70,7 @@ def handler():
 
 
 @pytest.mark.parametrize("order", ["after dlocks", "before dlocks"])
-def test_a_lock_in_an_exit_handler_is_renewed(run, order):
+def test_a_lock_in_an_exit_handler_is_renewed(order):
     """The process has used a lock before. The handler runs before or after dlocks'."""
     use = "with db_lock('earlier'): pass\n"
     if order == "after dlocks":
@@ -85,7 +80,7 @@ def test_a_lock_in_an_exit_handler_is_renewed(run, order):
     assert done.stdout == "True True True True True\nFalse False False False False\n"
 
 
-def test_a_block_that_an_exit_handler_ends_is_kept(run):
+def test_a_block_that_an_exit_handler_ends_is_kept():
     """It began before the main thread ended. So did a hold that a handler releases."""
     done = run("""
         stack = contextlib.ExitStack()
@@ -103,7 +98,7 @@ def test_a_block_that_an_exit_handler_ends_is_kept(run):
     assert done.stdout == "True True\nFalse False\n"
 
 
-def test_the_main_thread_holds_until_the_process_exits(run):
+def test_the_main_thread_holds_until_the_process_exits():
     """A thread of the process works on after the end of the main thread."""
     done = run(
         """
@@ -123,7 +118,7 @@ def test_the_main_thread_holds_until_the_process_exits(run):
     assert not db_lock("stock:7").locked()
 
 
-def test_an_exit_handler_waits_for_a_key(run):
+def test_an_exit_handler_waits_for_a_key():
     """A thread holds it, and releases it while the handler waits."""
     # The thread that serves waiting callers may end with an open connection.
     done = run(
@@ -152,7 +147,7 @@ def test_an_exit_handler_waits_for_a_key(run):
     assert done.stdout == "True\n"
 
 
-def test_the_first_lock_of_a_process_may_be_in_an_exit_handler(run):
+def test_the_first_lock_of_a_process_may_be_in_an_exit_handler():
     """Where Python starts no more threads, a warning says that it is not renewed.
 
     Then the hold ends after its ttl. The end of its block raises LockLost if another

@@ -28,25 +28,6 @@ LOCKS = {
 }
 
 
-@pytest.fixture
-def leave_in_transaction(paused):
-    """Return a function that leaves a hold in an open transaction of another thread.
-
-    It returns a function that commits the transaction, or rolls it back.
-    """
-
-    def leave(hold, *, rollback=False):
-        def work():
-            with transaction.atomic():
-                hold.release()
-                yield
-                transaction.set_rollback(rollback)
-
-        return paused(work)
-
-    return leave
-
-
 def lock_of(kind, using, **options):
     return LOCKS[kind](using=using, scope="lease", **options)
 

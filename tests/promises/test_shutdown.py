@@ -35,20 +35,23 @@ def ends(signalled):
 
 @pytest.fixture
 def at_work(threads):
-    """Return a function that starts a thread in a block.
+    """Return a function that starts a thread in a block of a lock.
 
     It returns a function that lets the block end, and returns its error.
     """
 
-    def start(work):
+    def start(lock, block=None):
         entered, leave = threading.Event(), threading.Event()
+
+        def pause():
+            entered.set()
+            assert leave.wait(30)
 
         def run():
             try:
-                work(entered, leave)
+                (block or in_lock)(lock, pause)
             except LockLost as error:
                 return error
-            return None
 
         thread = threads(run)
         assert entered.wait(20)
@@ -63,60 +66,39 @@ def at_work(threads):
     return start
 
 
-def in_lock(lock):
-    def work(entered, leave):
-        with lock:
-            entered.set()
-            assert leave.wait(30)
-
-    return work
+def in_lock(lock, pause):
+    with lock:
+        pause()
 
 
-def in_hold(lock):
-    def work(entered, leave):
-        with lock.acquire():
-            entered.set()
-            assert leave.wait(30)
-
-    return work
+def in_hold(lock, pause):
+    with lock.acquire():
+        pause()
 
 
-def in_function(lock):
-    def work(entered, leave):
-        @lock
-        def decorated():
-            entered.set()
-            assert leave.wait(30)
-
-        decorated()
-
-    return work
+def in_function(lock, pause):
+    lock(pause)()
 
 
-def in_task(lock):
-    def work(entered, leave):
-        async def block():
-            async with lock:
-                entered.set()
-                assert await asyncio.to_thread(leave.wait, 30)
+def in_task(lock, pause):
+    async def block():
+        async with lock:
+            await asyncio.to_thread(pause)
 
-        async_to_sync(block)()
-
-    return work
+    async_to_sync(block)()
 
 
 def blocks(**options):
-    """Return the keys, the lock and the work of blocks of each kind."""
-    for name, kind in (
-        ("with lock", in_lock),
-        ("with hold", in_hold),
-        ("function", in_function),
-        ("task", in_task),
-    ):
-        yield kind(db_lock(name, **options))
-    yield in_lock(db_lock("one", "two", **options))
-    yield in_lock(db_rwlock("read", **options).read())
-    yield in_lock(db_semaphore("permit", 2, **options))
+    """Return the arguments of ``at_work()`` for blocks of each kind."""
+    return [
+        (db_lock("with lock", **options),),
+        (db_lock("with hold", **options), in_hold),
+        (db_lock("function", **options), in_function),
+        (db_lock("task", **options), in_task),
+        (db_lock("one", "two", **options),),
+        (db_rwlock("read", **options).read(),),
+        (db_semaphore("permit", 2, **options),),
+    ]
 
 
 KEYS = {"with lock", "with hold", "function", "task", "one", "two", "read", "permit"}
@@ -128,10 +110,8 @@ def test_blocks_whose_keys_a_shutdown_released_end_with_lock_lost(
 ):
     """The threads are still at work. The callback, the signal and a log report it."""
     reported = SimpleQueue()
-    works = [
-        at_work(work)
-        for work in blocks(using=using, on_lost=lambda hold: reported.put(hold.keys))
-    ]
+    options = {"using": using, "on_lost": lambda hold: reported.put(hold.keys)}
+    works = [at_work(*block) for block in blocks(**options)]
     with caplog.at_level(logging.WARNING, "dlocks"):
         shutdown()
     assert {signal for signal, _ in ends} == {lock_lost}
@@ -153,7 +133,7 @@ def test_blocks_whose_keys_a_shutdown_released_end_with_lock_lost(
 @pytest.mark.engine("postgresql", "mariadb")
 def test_blocks_of_session_locks_end_with_lock_lost(at_work, is_busy):
     """The lock of the server's session is released, too."""
-    end = at_work(in_lock(db_lock("stock:7", using="session")))
+    end = at_work(db_lock("stock:7", using="session"))
     shutdown()
     assert not is_busy(using="session")
     assert isinstance(end(), LockLost)
@@ -166,14 +146,13 @@ def test_a_shutdown_does_not_wait_for_a_guarded_transaction(at_work, is_busy):
     """
     ended = threading.Event()
 
-    def work(entered, leave):
-        with db_lock("stock:7") as hold:
+    def work(lock, pause):
+        with lock as hold:
             with hold.atomic():
-                entered.set()
-                assert leave.wait(30)
+                pause()
             ended.set()
 
-    end = at_work(work)
+    end = at_work(db_lock("stock:7"), work)
     began = time.monotonic()
     shutdown()
     assert time.monotonic() < began + 5
@@ -227,21 +206,17 @@ def test_a_shutdown_in_a_coroutine_releases_all_keys(is_busy):
 
 def test_the_shutdown_of_an_asgi_server_ends_blocks_with_lock_lost(at_work, is_busy):
     """The requests of synchronous views are still at work in their threads."""
-    end = at_work(in_lock(db_lock("stock:7")))
-    sent = []
+    end, sent = at_work(db_lock("stock:7")), []
 
-    async def serve():
-        messages = [{"type": f"lifespan.{name}"} for name in ("startup", "shutdown")]
+    messages = [{"type": f"lifespan.{name}"} for name in ("startup", "shutdown")]
 
-        async def receive():
-            return messages.pop(0)
+    async def receive():
+        return messages.pop(0)
 
-        async def send(message):
-            sent.append(message["type"])
+    async def send(message):
+        sent.append(message["type"])
 
-        await release_at_shutdown(None)({"type": "lifespan"}, receive, send)
-
-    asyncio.run(serve())
+    asyncio.run(release_at_shutdown(None)({"type": "lifespan"}, receive, send))
     assert sent == ["lifespan.startup.complete", "lifespan.shutdown.complete"]
     assert not is_busy()
     assert WHY in str(end())
@@ -283,7 +258,7 @@ entered.wait()
 def test_a_shutdown_keeps_what_a_thread_acquires_later(at_work, is_busy):
     """``shutdown()`` ends no lock that comes after it."""
     shutdown()
-    end = at_work(in_lock(db_lock("stock:7")))
+    end = at_work(db_lock("stock:7"))
     assert is_busy()
     assert end() is None
     connections.close_all()
