@@ -45,7 +45,7 @@ def logged():
 
 
 def acquire_all(pipe):
-    """Acquire each lock in vain, and return the errors and the log."""
+    """Acquire each lock in vain, and return the errors, and what was logged."""
     errors = []
 
     async def acquire(lock):
@@ -62,7 +62,7 @@ def acquire_all(pipe):
 
 
 def check_health(pipe):
-    """Return what the command prints about the default alias."""
+    """Return what the command prints about the default alias, and what was logged."""
     out = io.StringIO()
     with logged() as records:
         try:
@@ -113,31 +113,22 @@ def read_only(request, tmp_path):
 
 
 @pytest.mark.parametrize("failing", [dead, without_tables, read_only])
-def test_a_database_that_fails_is_reported_by_the_error_alone(
-    failing, doomed, request, tmp_path
-):
+def test_a_database_that_fails_is_reported_once(failing, doomed, request, tmp_path):
     """A request that was not sent, or was refused, leaves no claim to cancel.
 
     So nothing is logged before the error, for one key and several, permits, threads and
-    coroutines.
+    coroutines. For ``dlocks_health``, the check and the lock that fail for one reason
+    are one problem.
     """
     worker = doomed(**failing(request, tmp_path))
     errors, records = worker.call(acquire_all)
+    text, more = worker.call(check_health)
     worker.kill()
-    assert records == []
+    assert records == more == []
     assert len(errors) == 2 * len(locks())
-    for text, notes in errors:
-        assert "database 'default'" in text.lower()
+    for said, notes in errors:
+        assert "database 'default'" in said.lower()
         assert notes == []
-
-
-@pytest.mark.parametrize("failing", [dead, without_tables, read_only])
-def test_dlocks_health_prints_each_fact_once(failing, doomed, request, tmp_path):
-    """The check and the lock that fail for one reason are one problem."""
-    worker = doomed(**failing(request, tmp_path))
-    text, records = worker.call(check_health)
-    worker.kill()
-    assert records == []
     first, *problems, last = text.splitlines()
     assert (first, last) == ("default: not healthy", "Not healthy: default.")
     fact = {

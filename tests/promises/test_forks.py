@@ -8,6 +8,7 @@ import threading
 import time
 import traceback
 import warnings
+from contextlib import nullcontext
 
 import pytest
 from django.db import Error, connection, transaction
@@ -21,14 +22,17 @@ from tests.scripts import run_python, run_script
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.driver]
 
 
-def in_child(function):
-    """Call a function in a forked child, and return the text that it returned."""
-    reading, writing = os.pipe()
+def forked():
     with warnings.catch_warnings():
         # Python 3.12 and newer warn about forking a process with threads.
         warnings.simplefilter("ignore", DeprecationWarning)
-        child = os.fork()
-    if child == 0:
+        return os.fork()
+
+
+def in_child(function):
+    """Call a function in a forked child, and return the text that it returned."""
+    reading, writing = os.pipe()
+    if (child := forked()) == 0:
         answer = ""
         try:
             answer = str(function())
@@ -137,7 +141,7 @@ def write_in_child(pipe):
             lock = db_lock("parent")
             lock.acquire()
             Counter.objects.create()
-            if (pid := os.fork()) == 0:
+            if (pid := forked()) == 0:
                 answer = child()
             else:
                 os.waitpid(pid, 0)
@@ -218,54 +222,10 @@ def test_a_child_ends_no_session_of_other_threads_of_its_parent(doomed):
 
 
 class SlowBackend(import_string("dlocks.backends.memory.MemoryBackend")):
-    """A backend whose first use takes until the fork, in a thread of the parent."""
+    """A backend whose first use, or change of a key, takes until the fork.
 
-    begun = threading.Event()
-    forked = threading.Event()
-    parent = None
-
-    def __init__(self, alias, **options):
-        super().__init__(alias, **options)
-        if os.getpid() == self.parent:
-            self.begun.set()
-            self.forked.wait(60)
-
-
-def fork_during_the_first_use(pipe, using):
-    """Return the answer of a child that uses ``using``, and the parent's own."""
-    SlowBackend.parent = os.getpid()
-    granted = queue.SimpleQueue()
-
-    def first():
-        with db_lock("stock:7", using="slow") as hold:
-            granted.put(hold.held)
-
-    def child():
-        # A child that hangs would make the parent wait.
-        signal.alarm(20)
-        with db_lock("stock:7", using=using) as hold:
-            return hold.held
-
-    thread = threading.Thread(target=first)
-    thread.start()
-    assert SlowBackend.begun.wait(30)
-    answer = in_child(child)
-    SlowBackend.forked.set()
-    thread.join(30)
-    return answer, granted.get(timeout=30)
-
-
-@pytest.mark.front
-@for_each("using", ["slow", "memory", "default"])
-def test_a_child_can_use_locks_that_were_first_used_during_the_fork(using, doomed):
-    """It may use the same alias or another one."""
-    aliases = {"slow": {"BACKEND": "tests.promises.test_forks.SlowBackend"}}
-    process = doomed(DLOCKS_TEST_ALIASES=json.dumps(aliases))
-    assert process.call(fork_during_the_first_use, using) == ("True", True)
-
-
-class SteppingBackend(import_string("dlocks.backends.memory.MemoryBackend")):
-    """A backend that changes a key until the fork, in a thread of the parent."""
+    This is so in the thread "slow" of the parent.
+    """
 
     begun = threading.Event()
     forked = threading.Event()
@@ -273,42 +233,53 @@ class SteppingBackend(import_string("dlocks.backends.memory.MemoryBackend")):
     def __init__(self, alias, **options):
         super().__init__(alias, **options)
         usual = self.time
+        self.wait_for_fork()
+        self.time = lambda: self.wait_for_fork() or usual()
 
-        def read_slowly():
-            if threading.current_thread().name == "stepping":
-                self.begun.set()
-                self.forked.wait(60)
-            return usual()
-
-        self.time = read_slowly
+    def wait_for_fork(self):
+        if threading.current_thread().name == "slow":
+            self.begun.set()
+            self.forked.wait(60)
 
 
-def fork_during_a_step(pipe):
-    """Return what a child sees that was forked while a thread changed a key."""
+def fork_beside_a_slow_thread(pipe, using, is_used_before):
+    """Return what a child sees, and whether the thread of its parent had the key."""
+    granted = queue.SimpleQueue()
+
+    def take():
+        with db_lock("stock:7", using="slow") as hold:
+            granted.put(hold.held)
 
     def child():
         # A child that hangs would make the parent wait.
         signal.alarm(20)
-        with db_lock("other", using="stepping") as hold:
-            return hold.held, db_lock("held", using="stepping").locked()
+        with db_lock("stock:7", using=using) as hold:
+            return hold.held, db_lock("held", using=using).locked()
 
-    with db_lock("held", using="stepping"):
-        take = db_lock("stock:7", using="stepping").acquire
-        thread = threading.Thread(target=lambda: take().release(), name="stepping")
+    with db_lock("held", using="slow") if is_used_before else nullcontext():
+        thread = threading.Thread(target=take, name="slow")
         thread.start()
-        assert SteppingBackend.begun.wait(30)
+        assert SlowBackend.begun.wait(30)
         answer = in_child(child)
-        SteppingBackend.forked.set()
+        SlowBackend.forked.set()
         thread.join(30)
-    return answer
+    return answer, granted.get(timeout=30)
 
 
 @pytest.mark.front
-def test_a_child_has_locks_in_memory_of_its_own(doomed):
-    """They exclude the threads and tasks of one process."""
-    aliases = {"stepping": {"BACKEND": "tests.promises.test_forks.SteppingBackend"}}
+@for_each(
+    "case", [("slow", False), ("memory", False), ("default", False), ("slow", True)]
+)
+def test_a_child_has_locks_in_memory_of_its_own(case, doomed):
+    """They exclude the threads and tasks of one process.
+
+    A thread of the parent uses the alias for the first time during the fork, or changes
+    a key. The child may use the same alias or another one.
+    """
+    aliases = {"slow": {"BACKEND": "tests.promises.test_forks.SlowBackend"}}
     process = doomed(DLOCKS_TEST_ALIASES=json.dumps(aliases))
-    assert process.call(fork_during_a_step) == "(True, False)"
+    found = process.call(fork_beside_a_slow_thread, *case)
+    assert found == ("(True, False)", True)
 
 
 ENDINGS = """
@@ -389,10 +360,7 @@ def test_a_child_that_leaves_the_acquisition_of_its_parent_frees_nothing(using):
     parent = os.getpid()
 
     def fork(**kwargs):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            child = os.fork()
-        if child == 0:
+        if (child := forked()) == 0:
             raise SystemExit
         os.waitpid(child, 0)
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import threading
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import pytest
 from django.test import override_settings
@@ -16,6 +16,7 @@ from tests.sync_and_async import sync_and_async
 pytest_plugins = ["tests.promises.stops"]
 pytestmark = [pytest.mark.holds, pytest.mark.django_db(transaction=True)]
 
+BACKENDS = ["default", "optimistic", "insert", "memory"]
 # Locks of every kind, all of which take the key "a".
 KINDS = [
     db_lock("a"),
@@ -35,36 +36,75 @@ def changed(lock, **options):
 # A loss that is found by its own caller.
 
 
-def by_check(hold, lock, take_over):
+def check(hold, lock=None):
     hold.check()
 
 
-def by_renewal(hold, lock, take_over):
+def renew(hold, lock=None):
     hold.renew()
 
 
-def by_acquire(hold, lock, take_over):
+def acquire(hold, lock):
     lock.acquire()
 
 
-def by_inner_release(hold, lock, take_over):
+def release_inner(hold, lock):
     lock.release()
 
 
-def by_release(hold, lock, take_over):
-    take_over()
+def write(hold):
+    with hold.atomic():
+        pytest.fail("the work of a lost hold must not begin")
+
+
+@for_each("using", BACKENDS)
+@for_each("kind", [kind for kind in KINDS if kind.reentrant])
+@for_each("use", [check, renew, write])
+def test_every_use_of_the_hold_notices_that_it_has_expired(using, kind, use):
+    """``check()``, ``renew()`` and ``atomic()`` raise LockLost on every backend."""
+    told = []
+    lock = changed(kind, using=using, on_lost=told.append)
+    if hasattr(lock, "locks"):
+        lock = db_lock(*lock.keys, using=using, on_lost=told.append)
+    hold = lock.acquire()
+    expire(hold)
+    assert not told
+    assert hold.held
+    with pytest.raises(LockLost):
+        use(hold)
+    assert told == [hold]
+    assert not hold.held
+    with pytest.raises(LockLost):
+        hold.release()
+
+
+@for_each("using", [*BACKENDS, "prefixed"])
+@for_each("taken", [False, True])
+def test_the_end_of_a_block_notices_only_that_the_key_was_taken(
+    using, taken, in_other_thread
+):
+    """The work was exclusive if no other caller has acquired the key since."""
+    other = db_lock("a", using=using, timeout=5)
+    with pytest.raises(LockLost) if taken else nullcontext():
+        with db_lock("a", using=using):
+            expire("a", using=using)
+            if taken:
+                in_other_thread(lambda: other.acquire().release())
+
+
+def release(hold, lock):
+    """Release a hold whose key another caller has taken over."""
     hold.release()
 
 
 @for_each("kind", KINDS)
-@for_each("find", [by_check, by_renewal, by_acquire, by_inner_release, by_release])
+@for_each("find", [check, renew, acquire, release_inner, release])
 def test_on_lost_may_acquire_again(kind, find, in_other_thread):
     """``on_lost`` may acquire the lock again, also if its caller found the loss.
 
     It then runs in the caller's thread, within the call that found the loss.
     """
-    twice = find in {by_acquire, by_inner_release}
-    if twice and not kind.reentrant:
+    if find in {acquire, release_inner} and not kind.reentrant:
         return
     again, here = [], threading.current_thread()
 
@@ -81,11 +121,13 @@ def test_on_lost_may_acquire_again(kind, find, in_other_thread):
     lock = changed(kind, on_lost=acquire_again)
     for _ in range(10):
         hold = lock.acquire()
-        if find is by_inner_release:
+        if find is release_inner:
             lock.acquire()
         expire(hold)
+        if find is release:
+            take_over()
         with pytest.raises(LockLost):
-            find(hold, lock, take_over)
+            find(hold, lock)
         if again:
             break
         leave(hold)
@@ -96,7 +138,7 @@ def test_on_lost_may_acquire_again(kind, find, in_other_thread):
     new.check()
     new.release()
     assert not new.held
-    if find is not by_release:
+    if find is not release:
         with pytest.raises(LockLost):
             hold.release()
     leave(hold)
@@ -110,42 +152,28 @@ def leave(hold):
 
 
 @pytest.mark.front
+@for_each("using", ["default", "memory"])
+@for_each("by", ["on_lost", "lock_lost"])
 @sync_and_async
-async def test_on_lost_of_a_task_may_acquire_again(do, db):
-    """The sync methods of a lock work in ``on_lost``, whoever found the loss."""
+async def test_a_callback_or_receiver_may_acquire_again(do, using, by):
+    """The sync methods of a lock work there, also if a task found the loss."""
     again = []
-    lock = db_lock(
-        "a", on_lost=lambda lost: again.append(db_lock("a", timeout=5).acquire())
-    )
+
+    def acquire_again(hold, **kwargs):
+        if not again:
+            again.append(db_lock("a", using=using, timeout=5).acquire())
+
+    lock = db_lock("a", using=using, on_lost=acquire_again if by == "on_lost" else None)
+    if by == "lock_lost":
+        lock_lost.connect(acquire_again)
     hold = await do.ask(lock, "acquire")
     await do.sync(expire, hold)
     with pytest.raises(LockLost):
         await do.ask(hold, "check")
+    lock_lost.disconnect(acquire_again)
     (new,) = again
     assert new.held
     await do.ask(new, "release")
-
-
-@pytest.mark.front
-@for_each("using", ["default", "memory"])
-def test_a_receiver_of_lock_lost_may_acquire_again(using):
-    """So may a receiver of the signal."""
-    again = []
-
-    def receive(hold, **kwargs):
-        again.append(db_lock("a", using=using, timeout=5).acquire())
-
-    lock_lost.connect(receive)
-    try:
-        hold = db_lock("a", using=using).acquire()
-        expire(hold)
-        with pytest.raises(LockLost):
-            hold.check()
-    finally:
-        lock_lost.disconnect(receive)
-    (new,) = again
-    assert new.held
-    new.release()
 
 
 @pytest.mark.parametrize(
@@ -199,22 +227,6 @@ def meanwhile(stops, function):
 
 def using_backend(settings, backend):
     return override_settings(DLOCKS={"default": settings.DLOCKS[backend]})
-
-
-def renew(hold, lock):
-    hold.renew()
-
-
-def check(hold, lock):
-    hold.check()
-
-
-def acquire(hold, lock):
-    lock.acquire()
-
-
-def release_inner(hold, lock):
-    lock.release()
 
 
 @EVERY_BACKEND
@@ -328,33 +340,28 @@ def test_a_loss_concerns_the_lock_that_was_not_released():
 
 
 @pytest.mark.front
-def test_a_failed_acquisition_adds_no_on_lost():
+def test_a_failed_acquisition_adds_neither_on_lost_nor_min_hold(is_busy):
     """Its caller never had the lock."""
     told = []
-    lock = db_lock("a", "b", timeout=0, on_lost=lambda hold: told.append("both"))
-    with override_locks():
+    both = db_lock("a", "b", min_hold=60, on_lost=lambda hold: told.append("both"))
+    with override_locks(), held_elsewhere("b"):
         with pytest.raises(LockLost), db_lock("a", on_lost=told.append) as hold:
-            with held_elsewhere("b"):
-                assert lock.try_acquire() is None
+            assert both.try_acquire() is None
             assert hold.count == 1
             lose("a")
-    assert told == [hold]
+        assert told == [hold]
+        with db_lock("a"):
+            assert both.try_acquire() is None
+        assert not is_busy("a")
 
 
 @pytest.mark.front
 @for_each("keys", [("a",), ("a", "b")])
-def test_the_longest_min_hold_of_all_entries_counts(keys, in_other_thread):
+def test_the_longest_min_hold_of_all_entries_counts(keys, is_busy):
     """The key stays taken until the ``min_hold`` of each entry has passed.
 
     Each of them counts from its own acquisition.
     """
-
-    def is_free():
-        found = db_lock("a").try_acquire()
-        if found is not None:
-            found.release()
-        return found is not None
-
     with override_locks(ttl=1000, grace=0), frozen_clock() as clock:
         for outer, inner, pause in [
             (0, 60, 0),
@@ -370,9 +377,9 @@ def test_the_longest_min_hold_of_all_entries_counts(keys, in_other_thread):
                 clock.tick(1)
             end = max(began + outer, began + pause + inner)
             clock.tick(end - clock() - 1)
-            assert not in_other_thread(is_free), (outer, inner, pause)
+            assert is_busy("a"), (outer, inner, pause)
             clock.tick(2)
-            assert in_other_thread(is_free), (outer, inner, pause)
+            assert not is_busy("a"), (outer, inner, pause)
 
 
 def test_an_inner_min_hold_keeps_the_key_taken(is_busy):
@@ -381,15 +388,6 @@ def test_an_inner_min_hold_keeps_the_key_taken(is_busy):
         with db_lock(*keys), db_lock(*keys, min_hold=30):
             pass
         assert all(map(is_busy, keys)), keys
-
-
-@pytest.mark.front
-def test_a_failed_acquisition_adds_no_min_hold(in_other_thread):
-    """The key that it entered is free at the end of the outer block."""
-    with override_locks(), db_lock("a"), held_elsewhere("b"):
-        assert db_lock("a", "b", min_hold=60, timeout=0).try_acquire() is None
-    with override_locks():
-        in_other_thread(lambda: db_lock("a", timeout=0).acquire().release())
 
 
 def test_on_lost_may_be_any_callable():
