@@ -7,20 +7,6 @@ from django.db import transaction
 
 
 @pytest.fixture
-def connected():
-    """Return a function that connects a receiver to a signal until the test ends."""
-    made = []
-
-    def connect(dispatcher, receiver):
-        dispatcher.connect(receiver, weak=False)
-        made.append((dispatcher, receiver))
-
-    yield connect
-    for dispatcher, receiver in made:
-        dispatcher.disconnect(receiver)
-
-
-@pytest.fixture
 def handled():
     """Return a function that sets the handler of a signal until the test ends."""
     before = []

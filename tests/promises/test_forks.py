@@ -17,6 +17,7 @@ from django.utils.module_loading import import_string
 from dlocks import LockBackendError, db_lock, lock_acquired
 from tests.for_each import for_each
 from tests.models import Counter
+from tests.promises.received import received
 from tests.scripts import run_python, run_script
 
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.driver]
@@ -364,11 +365,10 @@ def test_a_child_that_leaves_the_acquisition_of_its_parent_frees_nothing(using):
             raise SystemExit
         os.waitpid(child, 0)
 
-    lock_acquired.connect(fork)
     try:
-        hold = db_lock("stock:7", using=using).acquire()
+        with received(lock_acquired, fork):
+            hold = db_lock("stock:7", using=using).acquire()
     finally:
-        lock_acquired.disconnect(fork)
         if os.getpid() != parent:
             os._exit(0)
     hold.check()

@@ -11,6 +11,7 @@ from dlocks import LockLost, db_lock, db_rwlock, db_semaphore, lock_lost
 from dlocks.testing import expire, frozen_clock, held_elsewhere, lose, override_locks
 from tests.for_each import for_each
 from tests.promises.locks.keys import clear
+from tests.promises.received import received
 from tests.sync_and_async import sync_and_async
 
 pytest_plugins = ["tests.promises.stops"]
@@ -153,7 +154,7 @@ def leave(hold):
 
 @pytest.mark.front
 @for_each("using", ["default", "memory"])
-@for_each("by", ["on_lost", "lock_lost"])
+@for_each("by", ["on_lost", "a receiver"])
 @sync_and_async
 async def test_a_callback_or_receiver_may_acquire_again(do, using, by):
     """The sync methods of a lock work there, also if a task found the loss."""
@@ -164,13 +165,10 @@ async def test_a_callback_or_receiver_may_acquire_again(do, using, by):
             again.append(db_lock("a", using=using, timeout=5).acquire())
 
     lock = db_lock("a", using=using, on_lost=acquire_again if by == "on_lost" else None)
-    if by == "lock_lost":
-        lock_lost.connect(acquire_again)
     hold = await do.ask(lock, "acquire")
     await do.sync(expire, hold)
-    with pytest.raises(LockLost):
+    with received(lock_lost, acquire_again), pytest.raises(LockLost):
         await do.ask(hold, "check")
-    lock_lost.disconnect(acquire_again)
     (new,) = again
     assert new.held
     await do.ask(new, "release")

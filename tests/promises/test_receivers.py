@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 
 import pytest
@@ -24,6 +24,7 @@ from dlocks import (
 )
 from dlocks.testing import expire, lose
 from tests.for_each import for_each
+from tests.promises.received import received
 from tests.sync_and_async import sync_and_async
 
 pytestmark = [pytest.mark.front, pytest.mark.django_db(transaction=True)]
@@ -57,36 +58,23 @@ class Limit:
 HANDLERS = for_each("handler", [limit, limit_of_any_arguments, Limit().handle])
 
 
-@contextmanager
-def handled_by(handler):
-    before = signal.signal(signal.SIGUSR1, handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+@pytest.fixture
+def handled_by(handled):
+    """Return a function that sets the handler of the signal of time limits."""
+    return partial(handled, signal.SIGUSR1)
 
 
-@contextmanager
-def received(dispatcher, receiver):
-    """Connect a function without arguments to a signal of dlocks."""
-
-    def receive(**kwargs):
-        receiver()
-
-    dispatcher.connect(receive)
-    try:
-        yield
-    finally:
-        dispatcher.disconnect(receive)
-
-
-def strike():
-    """Let the time limit strike here, as the parent process of a worker does."""
-    os.kill(os.getpid(), signal.SIGUSR1)
+def wait_for_strike():
     deadline = time.monotonic() + 5
     while time.monotonic() < deadline:
         pass
     pytest.fail("the time limit did not strike")
+
+
+def strike(**_):
+    """Let the time limit strike here, as the parent process of a worker does."""
+    os.kill(os.getpid(), signal.SIGUSR1)
+    wait_for_strike()
 
 
 def acquire(lock):
@@ -134,34 +122,30 @@ OF_EVERY_SIGNAL = for_each(
 @HANDLERS
 @OF_EVERY_SIGNAL
 def test_a_time_limit_in_a_receiver_reaches_the_caller(
-    using, keys, handler, sent, in_other_thread
+    using, keys, handler, sent, handled_by, is_busy
 ):
     """The task ends by its time limit, wherever it strikes, and leaves no key taken."""
     dispatcher, use = sent
     if use in {detach, resume} and len(keys) > 1:
         return
     lock = db_lock(*keys, using=using)
-    strikes = strike if use is not resume else lambda: None
-    with handled_by(handler):
-        with pytest.raises(SoftLimitError), received(dispatcher, strikes):
-            use(lock)
+    handled_by(handler)
+    strikes = nullcontext() if use is resume else received(dispatcher, strike)
+    with pytest.raises(SoftLimitError), strikes:
+        use(lock)
     assert not lock.held()
-
-    def acquire_and_release():
-        lock.try_acquire().release()
-
-    in_other_thread(acquire_and_release)
+    assert not any(is_busy(key, using) for key in keys)
 
 
 @ALIASES
 def test_a_time_limit_in_a_receiver_of_lock_timeout_reaches_the_caller(
-    using, in_other_thread
+    using, handled_by, in_other_thread
 ):
     """It is raised instead of LockTimeout, and no claim stays in the queue."""
     hold = in_other_thread(db_lock("a", using=using).acquire)
-    with handled_by(limit):
-        with pytest.raises(SoftLimitError), received(lock_timeout, strike):
-            db_lock("a", using=using, timeout=0.01).acquire()
+    handled_by(limit)
+    with pytest.raises(SoftLimitError), received(lock_timeout, strike):
+        db_lock("a", using=using, timeout=0.01).acquire()
     assert hold.queue_length() == 0
     with pytest.raises(LockTimeout):
         db_lock("a", using=using, timeout=0).acquire()
@@ -169,52 +153,49 @@ def test_a_time_limit_in_a_receiver_of_lock_timeout_reaches_the_caller(
 
 
 @ALIASES
-def test_a_time_limit_in_on_lost_reaches_the_caller(using):
+def test_a_time_limit_in_on_lost_reaches_the_caller(using, handled_by):
     """``on_lost`` runs in the thread of the call that finds the loss."""
     lock = db_lock("a", using=using, on_lost=lambda hold: strike())
-    with handled_by(limit), pytest.raises(SoftLimitError):
+    handled_by(limit)
+    with pytest.raises(SoftLimitError):
         find_loss(lock)
     assert not lock.held()
 
 
 @ALIASES
-def test_every_receiver_is_called_after_a_time_limit(using):
+def test_every_receiver_is_called_after_a_time_limit(using, handled_by, signalled):
     """The other receivers learn of the event too."""
-    told = []
-    with (
-        handled_by(limit),
-        received(lock_released, strike),
-        received(lock_released, lambda: told.append(True)),
-        pytest.raises(SoftLimitError),
-    ):
-        db_lock("a", using=using).acquire().release()
+    handled_by(limit)
+    with pytest.raises(SoftLimitError), received(lock_released, strike):
+        told = signalled(lock_released)
+        release(db_lock("a", using=using))
     assert told
 
 
-def fail():
+def fail(**_):
     raise ZeroDivisionError
 
 
-def fail_later():
+def fail_later(**_):
     """Fail after a signal handler that returned."""
     os.kill(os.getpid(), signal.SIGUSR1)
     raise ZeroDivisionError
 
 
-def fail_on_purpose():
+def fail_on_purpose(**_):
     """Fail in a function that is called like a signal handler, but not by Python."""
     limit(signal.SIGUSR1, None)
 
 
 @ALIASES
 @for_each("error", [fail, fail_later, fail_on_purpose])
-def test_an_error_of_a_receiver_itself_is_only_logged(using, error, caplog):
+def test_an_error_of_a_receiver_itself_is_only_logged(using, error, handled_by, caplog):
     """It does not reach the caller, whose key is acquired and released."""
     lock = db_lock("a", using=using)
-    with handled_by(lambda *_: None):
-        with received(lock_acquired, error), received(lock_released, error):
-            with lock as hold:
-                assert hold.held
+    handled_by(lambda *_: None)
+    with received(lock_acquired, error), received(lock_released, error):
+        with lock as hold:
+            assert hold.held
     assert not lock.held()
     assert len([one for one in caplog.records if one.exc_info]) == 2
     caplog.clear()
@@ -228,10 +209,7 @@ def strike_asynchronously(error):
     """Let an error strike this thread, as a timer in another thread does."""
     thread = ctypes.c_ulong(threading.get_ident())
     ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(error))
-    deadline = time.monotonic() + 5
-    while time.monotonic() < deadline:
-        pass
-    pytest.fail("the time limit did not strike")
+    wait_for_strike()
 
 
 @for_each("dispatcher", [lock_acquired, lock_released])
@@ -247,7 +225,7 @@ def test_an_asynchronous_time_limit_in_a_receiver_reaches_the_caller(
     lock = db_lock(*keys, using=using)
 
     def work():
-        with received(dispatcher, lambda: strike_asynchronously(TimeLimit)):
+        with received(dispatcher, lambda **_: strike_asynchronously(TimeLimit)):
             with pytest.raises(TimeLimit), lock:
                 assert dispatcher is lock_released
 
@@ -266,7 +244,7 @@ def test_an_asynchronous_exception_in_a_receiver_is_logged_like_its_own(
     """
 
     def work():
-        with received(lock_acquired, lambda: strike_asynchronously(SoftLimitError)):
+        with received(lock_acquired, lambda **_: strike_asynchronously(SoftLimitError)):
             with db_lock("a", using=using) as hold:
                 assert hold.held
 
@@ -301,24 +279,14 @@ def test_python_shows_no_difference_between_an_asynchronous_error_and_another():
     assert facts(failed.result) == facts(arm)
 
 
-@pytest.fixture
-def lost_at_once():
-    """Let a receiver of ``lock_acquired`` lose each hold."""
-
-    def receive(hold, **kwargs):
-        lose(hold)
-
-    lock_acquired.connect(receive)
-    yield
-    lock_acquired.disconnect(receive)
-
-
 @ALIASES
 @sync_and_async
-async def test_a_hold_that_is_lost_before_its_caller_has_it_is_returned(
-    do, using, lost_at_once
-):
+async def test_a_hold_that_is_lost_before_its_caller_has_it_is_returned(do, using):
     """The block learns of the loss at its end."""
-    with pytest.raises(LockLost):
+
+    def receive(hold, **_):
+        lose(hold)
+
+    with pytest.raises(LockLost), received(lock_acquired, receive):
         async with do.block(db_lock("a", using=using)) as hold:
             assert not hold.held

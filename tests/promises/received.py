@@ -1,0 +1,13 @@
+"""Receivers of the signals of dlocks."""
+
+from contextlib import contextmanager
+
+
+@contextmanager
+def received(dispatcher, receiver):
+    """Call a receiver for each event of a signal during the block."""
+    dispatcher.connect(receiver)
+    try:
+        yield
+    finally:
+        dispatcher.disconnect(receiver)
