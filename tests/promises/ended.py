@@ -1,4 +1,4 @@
-"""Threads that have ended."""
+"""Callers of other threads, which may have ended."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -18,3 +18,11 @@ def in_ended_thread(function: Callable[[], Any]) -> Any:
 
     with ThreadPoolExecutor(1, "ended") as pool:
         return pool.submit(run).result()
+
+
+def is_taken(lock: Any) -> bool:
+    """Return whether this caller cannot acquire a lock."""
+    hold = lock.try_acquire()
+    if hold is not None:
+        hold.release()
+    return hold is None

@@ -12,6 +12,7 @@ from django.db import transaction
 from django.http import StreamingHttpResponse
 
 from dlocks import db_lock, locked_view
+from dlocks.testing import lose
 from tests.for_each import for_each
 from tests.promises.ended import in_ended_thread
 
@@ -47,6 +48,18 @@ def by_the_holds_of_each_key(key):
     return weakref.ref(hold)
 
 
+def by_a_loss(key, *more):
+    """Lose the hold of a job that is repeated, and ends without ``release()``."""
+    hold = db_lock("job", *more, reentrant=False, **IN_MEMORY).acquire()
+    for key in hold.keys:
+        lose(key, **IN_MEMORY)
+    return weakref.ref(hold)
+
+
+def by_a_loss_of_each_key(key):
+    return by_a_loss(key, "next job")
+
+
 def by_a_detach(key):
     hold = db_lock(key).acquire()
     hold.detach()
@@ -55,7 +68,14 @@ def by_a_detach(key):
 
 @for_each(
     "end",
-    [by_a_block, by_the_block_of_another_thread, by_the_holds_of_each_key, by_a_detach],
+    [
+        by_a_block,
+        by_the_block_of_another_thread,
+        by_the_holds_of_each_key,
+        by_a_loss,
+        by_a_loss_of_each_key,
+        by_a_detach,
+    ],
 )
 def test_what_acquire_has_returned_is_forgotten_after_its_end(end):
     """A caller that acquires ever new keys by ``acquire()`` needs no more memory.

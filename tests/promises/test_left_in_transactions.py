@@ -8,6 +8,7 @@ from django.db import transaction
 
 from dlocks import LockTimeout, db_lock, db_rwlock, db_semaphore, resume_hold
 from tests.for_each import for_each
+from tests.promises.ended import is_taken
 
 pytestmark = [pytest.mark.driver, pytest.mark.django_db(transaction=True)]
 
@@ -36,15 +37,12 @@ def lock_of(kind, using, **options):
 def is_kept(in_other_thread):
     """Return a function that returns whether other callers are kept from the key."""
 
-    def attempt(kind, using):
+    def ask(kind, using):
         # A reader keeps writers out.
-        one = lock_of("one key" if kind == "read lock" else kind, using)
-        found = one.try_acquire()
-        if found is not None:
-            found.release()
-        return found is None
+        kind = "one key" if kind == "read lock" else kind
+        return in_other_thread(is_taken, lock_of(kind, using))
 
-    return lambda kind, using: in_other_thread(attempt, kind, using)
+    return ask
 
 
 @pytest.mark.parametrize("using", USING)

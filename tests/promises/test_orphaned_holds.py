@@ -11,7 +11,8 @@ from asgiref.sync import async_to_sync, sync_to_async
 from django.db import connections
 
 from dlocks import LockLost, db_lock, db_rwlock, db_semaphore, lock_lost
-from tests.promises.ended import in_ended_thread
+from tests.promises.ended import in_ended_thread, is_taken
+from tests.promises.received import received
 from tests.settings import DLOCKS
 
 pytestmark = [pytest.mark.holds, pytest.mark.django_db(transaction=True)]
@@ -41,13 +42,8 @@ def locks_of(alias, **options):
 def lost():
     """Return the keys whose loss the signal has reported, in order."""
     keys = []
-
-    def note(hold, **_):
-        keys.append(hold.key)
-
-    lock_lost.connect(note)
-    yield keys
-    lock_lost.disconnect(note)
+    with received(lock_lost, lambda hold, **_: keys.append(hold.key)):
+        yield keys
 
 
 @pytest.fixture
@@ -69,14 +65,7 @@ def is_free(lock):
     """Return whether another caller acquires a lock. For a read lock, this writes."""
     if lock.key.endswith("read"):
         lock = db_lock(lock.key, using=lock.using)
-
-    def attempt():
-        hold = lock.try_acquire()
-        if hold is not None:
-            hold.release()
-        return hold is not None
-
-    return in_ended_thread(attempt)
+    return in_ended_thread(lambda: not is_taken(lock))
 
 
 def deadline(hold):
@@ -138,11 +127,10 @@ def test_a_block_keeps_a_hold_of_a_closed_event_loop(lost, outlast):
     """The hold comes from ``async_to_sync(lock.aacquire)()`` or ``asyncio.run()``."""
     locks = [db_lock("stock:7"), db_lock("a", "b"), db_lock("c", using="memory")]
     holds = [async_to_sync(lock.aacquire)() for lock in locks]
+    locks.append(db_lock("stock:8"))
 
     async def acquire():
-        lock = db_lock("stock:8")
-        locks.append(lock)
-        hold = await lock.aacquire()
+        hold = await locks[-1].aacquire()
         await sync_to_async(connections.close_all)()
         return hold
 
@@ -207,7 +195,6 @@ def test_a_hold_whose_callers_have_ended_is_lost(lost, until, caplog):
     assert reported.empty()
 
 
-@pytest.mark.front
 @pytest.mark.front
 def test_a_thread_that_has_ended_is_noticed_soon_beside_a_hold_of_the_main_thread(
     lost, until

@@ -1,10 +1,10 @@
 """A caller knows its own holds, and is not refused a key because of a lost one."""
 
 import contextlib
-import gc
+import itertools
 import queue
 import threading
-import weakref
+from concurrent.futures import Future
 
 import pytest
 
@@ -74,26 +74,22 @@ async def test_a_reentrant_permit_stays_the_one_that_is_entered(do, using):
 
 
 LOCKS = {
-    "one key": lambda using: db_lock("stock:7", reentrant=False, using=using),
-    "several keys": lambda using: db_lock(
-        "stock:7", "stock:8", reentrant=False, using=using
-    ),
-    "a write lock": lambda using: db_rwlock(
-        "stock:7", reentrant=False, using=using
-    ).write(),
+    "one key": lambda **options: db_lock("stock:7", **options),
+    "several keys": lambda **options: db_lock("stock:7", "stock:8", **options),
+    "a write lock": lambda **options: db_rwlock("stock:7", **options).write(),
 }
 
 
-@for_each("case", [(name, using) for name in LOCKS for using in ("default", "memory")])
+@for_each("using", ["default", "memory"])
+@for_each("kind", LOCKS)
 @sync_and_async
-async def test_a_lost_hold_that_nobody_left_forbids_no_further_one(do, case):
+async def test_a_lost_hold_that_nobody_left_forbids_no_further_one(do, kind, using):
     """A job ended without ``release()``, and its hold was lost meanwhile.
 
     With ``reentrant=False`` the next ``acquire()`` of the same thread or task
     succeeds. While the hold is held, its key is busy.
     """
-    name, using = case
-    lock = LOCKS[name](using)
+    lock = LOCKS[kind](reentrant=False, using=using)
     lost = await do.ask(lock, "acquire")
     with pytest.raises(LockTimeout, match="reentrant=False"):
         await do.ask(lock, "acquire")
@@ -147,23 +143,6 @@ def test_a_lost_hold_is_forgotten_in_a_thread_that_lives_on(reentrant):
         assert hold.held
 
 
-@pytest.mark.front
-@pytest.mark.parametrize("keys", [("stock:7",), ("stock:7", "stock:8")])
-def test_lost_holds_do_not_pile_up_in_a_thread_that_lives_on(keys, until):
-    """A job that ends without ``release()`` is repeated, and each hold is lost."""
-    lock = db_lock(*keys, reentrant=False, using="memory")
-    lost = []
-    for _ in range(5):
-        hold = lock.acquire()
-        lost.append(weakref.ref(hold))
-        for key in keys:
-            lose(key, using="memory")
-    del hold
-    with contextlib.suppress(LockLost):
-        lock.release()
-    until(lambda: gc.collect() is not None and not any(one() for one in lost))
-
-
 class PausingThread(threading.Thread):
     """A caller whose holds cannot be looked up by other threads for a moment.
 
@@ -214,15 +193,14 @@ def test_a_loss_found_by_another_thread_keeps_the_next_hold(keys, threads, until
                 orders.put("end")
 
         other = threads(find_the_loss)
-        if orders.get(timeout=30) == "acquire":
-            new = None
-            while new is None:
-                # Each lost key is reported once.
-                with contextlib.suppress(LockLost):
-                    new = lock.acquire()
-            acquired.set()
-        else:
+        if orders.get(timeout=30) == "end":
             return False
+        new = None
+        while new is None:
+            # Each lost key is reported once.
+            with contextlib.suppress(LockLost):
+                new = lock.acquire()
+        acquired.set()
         other.join(30)
         with lock as again:
             assert again.held
@@ -231,23 +209,18 @@ def test_a_loss_found_by_another_thread_keeps_the_next_hold(keys, threads, until
         return True
 
     def work():
-        number = 1
-        while run(number):
-            number += 1
-        outcomes.put(number)
+        numbers = itertools.count(1)
+        outcome.set_result(next(number for number in numbers if not run(number)))
 
-    outcomes = queue.SimpleQueue()
+    outcome = Future()
 
     def safely():
         try:
             work()
         except BaseException as error:
-            outcomes.put(error)
+            outcome.set_exception(error)
 
     caller = PausingThread(target=safely)
     caller.start()
     caller.join(60)
-    outcome = outcomes.get(timeout=1)
-    if isinstance(outcome, BaseException):
-        raise outcome
-    assert outcome > 1
+    assert outcome.result(1) > 1

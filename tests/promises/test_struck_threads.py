@@ -12,6 +12,7 @@ import pytest
 from django.db import connections
 
 from dlocks import LockError, db_lock, db_semaphore
+from tests.promises.ended import is_taken
 from tests.strikes import strike
 from tests.volume import volume
 
@@ -90,18 +91,6 @@ def work(name, using, choice):
         hold.release()
 
 
-def is_taken(key, using):
-    lock = (
-        db_semaphore(key, permits=1, using=using)
-        if key.endswith("c")
-        else db_lock(key, using=using)
-    )
-    hold = lock.try_acquire()
-    if hold is not None:
-        hold.release()
-    return hold is None
-
-
 @pytest.fixture
 def collected():
     """Collect the connections that a strike has kept a thread from closing.
@@ -145,10 +134,10 @@ def test_a_struck_thread_leaves_no_key_for_longer_than_its_ttl(using, until):
             assert not job.is_alive(), seed
             struck += job.is_struck
     assert struck, seed
-    taken = {f"{name}:{key}" for name in names for key in "abc"}
+    taken = [db_lock(f"{name}:{key}", using=using) for name in names for key in "abc"]
 
     def are_free():
-        taken.intersection_update({key for key in taken if is_taken(key, using)})
+        taken[:] = filter(is_taken, taken)
         return not taken
 
     until(are_free, FREE_WITHIN)
