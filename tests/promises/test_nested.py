@@ -7,6 +7,7 @@ import random
 import signal
 import threading
 import time
+from functools import partial
 
 import pytest
 from django.db import connection
@@ -51,16 +52,14 @@ def interrupted(stops):
 
 
 @pytest.fixture
-def by_signal():
+def by_signal(handled):
     """Return a function that makes a function the handler of a signal, and sends it."""
-    before = signal.getsignal(signal.SIGUSR1)
 
     def by(function):
-        signal.signal(signal.SIGUSR1, lambda *_: function())
-        return lambda: signal.raise_signal(signal.SIGUSR1)
+        handled(signal.SIGUSR1, lambda *_: function())
+        return partial(signal.raise_signal, signal.SIGUSR1)
 
-    yield by
-    signal.signal(signal.SIGUSR1, before)
+    return by
 
 
 def is_free(*keys, using):
@@ -68,14 +67,8 @@ def is_free(*keys, using):
         return True
 
 
-OUTER = {
-    "acquire": lambda lock: lock.acquire().release(),
-    "several": lambda lock: db_lock("a", "b", using=lock.using).acquire().release(),
-    "permit": lambda lock: db_semaphore("c", 2, using=lock.using).acquire().release(),
-    "again": lambda lock: enter_again(lock),
-    "renew": lambda lock: renew(lock),
-    "locked": lambda lock: lock.locked(),
-}
+def acquire(lock):
+    lock.acquire().release()
 
 
 def enter_again(lock):
@@ -88,9 +81,19 @@ def renew(lock):
         hold.renew()
 
 
+OUTER = [
+    acquire,
+    lambda lock: acquire(db_lock("a", "b", using=lock.using)),
+    lambda lock: acquire(db_semaphore("c", 2, using=lock.using)),
+    enter_again,
+    renew,
+    lambda lock: lock.locked(),
+]
+
+
 @USING
 @for_each("kind", ["signal", "finalizer"])
-@for_each("outer", list(OUTER))
+@for_each("outer", OUTER)
 def test_an_inner_request_is_refused_and_the_outer_one_goes_on(
     outer, kind, using, interrupted, by_signal, in_other_thread
 ):
@@ -106,7 +109,7 @@ def test_an_inner_request_is_refused_and_the_outer_one_goes_on(
                 answers.append("signal handler" in str(error))
 
     interrupted((by_signal if kind == "signal" else by_finalizer)(inner), using)
-    OUTER[outer](db_lock("stock:7", using=using))
+    outer(db_lock("stock:7", using=using))
     assert answers == [True] * 6
     assert in_other_thread(is_free, "stock:7", "other", using=using)
     with other as hold:
@@ -185,7 +188,7 @@ def test_a_finalizer_in_a_renewal_does_not_stop_renewals(interrupted, until):
 
 @for_each("using", ["default", "optimistic", "insert", "memory"])
 def test_a_lock_in_a_signal_handler_harms_no_lock_that_it_interrupts(
-    using, in_other_thread
+    using, handled, in_other_thread
 ):
     """Signals arrive at random moments. The inner lock works, or is refused."""
     outcomes, at_work = [], []
@@ -216,7 +219,7 @@ def test_a_lock_in_a_signal_handler_harms_no_lock_that_it_interrupts(
     with lock:
         pass
     usual = time.monotonic() - began
-    before = signal.signal(signal.SIGALRM, handler)
+    handled(signal.SIGALRM, handler)
     try:
         for _ in range(volume(150)):
             signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-6, usual))
@@ -224,7 +227,6 @@ def test_a_lock_in_a_signal_handler_harms_no_lock_that_it_interrupts(
                 hold.check()
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
     # A caller cannot be refused the key by itself.
     assert False not in outcomes
     assert {True, "refused"} & set(outcomes)
@@ -232,7 +234,7 @@ def test_a_lock_in_a_signal_handler_harms_no_lock_that_it_interrupts(
 
 
 @pytest.mark.engine("postgresql", "mariadb", "mysql")
-def test_a_lock_in_a_signal_handler_harms_no_query_that_it_interrupts():
+def test_a_lock_in_a_signal_handler_harms_no_query_that_it_interrupts(handled):
     """The query gets its own reply, and the connection stays open."""
     outcomes = []
     sleep = "pg_sleep" if connection.vendor == "postgresql" else "SLEEP"
@@ -247,7 +249,7 @@ def test_a_lock_in_a_signal_handler_harms_no_query_that_it_interrupts():
     with db_lock("other"):
         pass
     session = connection.connection
-    before = signal.signal(signal.SIGALRM, handler)
+    handled(signal.SIGALRM, handler)
     try:
         for number in range(10):
             signal.setitimer(signal.ITIMER_REAL, 0.005)
@@ -256,7 +258,6 @@ def test_a_lock_in_a_signal_handler_harms_no_query_that_it_interrupts():
                 assert cursor.fetchone()[0] == number
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
     assert connection.connection is session
     assert len(outcomes) == 10
     with db_lock("other"):

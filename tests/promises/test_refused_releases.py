@@ -79,21 +79,16 @@ def test_a_release_after_the_transaction_does_nothing(
     """
     for later in ("at once", "in the next transaction", "in another thread"):
         told = []
-        try:
-            with transaction.atomic():
-                hold = db_lock(*keys, on_lost=told.append).acquire()
-                if end == "rollback":
-                    raise UndoneError
-        except UndoneError:
-            pass
+        with suppress(UndoneError), transaction.atomic():
+            hold = db_lock(*keys, on_lost=told.append).acquire()
+            if end == "rollback":
+                raise UndoneError
         assert not hold.held
         if later == "in another thread":
             in_other_thread(hold.release)
         elif later == "in the next transaction":
-            with transaction.atomic():
-                hold.release()
-        else:
-            hold.release()
+            transaction.atomic(hold.release)()
+        hold.release()
         hold.release()
         assert not hold.held
         assert not told
@@ -112,12 +107,12 @@ def test_a_release_in_on_commit_does_nothing(reported):
 
 
 @for_each("end", ["savepoint", "connection"])
-def test_a_release_after_an_early_end_of_its_transaction_raises(end, signalled):
+def test_a_release_after_an_early_end_of_its_transaction_raises(end, reported):
     """The savepoint was rolled back, or the connection was lost.
 
     The outer block goes on, and its work is no longer under the lock.
     """
-    reported = signalled(lock_lost)
+    reported.clear()
     with transaction.atomic():
         inner = transaction.atomic() if end == "savepoint" else nullcontext()
         with suppress(UndoneError), inner:
@@ -132,9 +127,9 @@ def test_a_release_after_an_early_end_of_its_transaction_raises(end, signalled):
 
 
 @for_each("of", ["lock", "hold"])
-def test_a_block_that_outlives_its_transaction_raises(of, signalled):
+def test_a_block_that_outlives_its_transaction_raises(of, reported):
     """A part of the block was not under the lock, and ends with LockLost."""
-    reported = signalled(lock_lost)
+    reported.clear()
     with ExitStack() as block:
         with transaction.atomic():
             lock = db_lock("stock:7")

@@ -1,22 +1,29 @@
-"""The secret owner of a hold stays in the database."""
+"""No text shows the secret owner of a hold, and none of a caller forges a line."""
 
 import json
+import logging
 import threading
 
 import pytest
-from django.apps import apps
 from django.core.management import call_command
 from django.db import connection
 from django.views.debug import ExceptionReporter
 
-from dlocks import LockBackendError, LockLost, db_lock, db_rwlock, db_semaphore
+from dlocks import (
+    LockBackendError,
+    LockLost,
+    LockTimeout,
+    db_lock,
+    db_rwlock,
+    db_semaphore,
+)
+from dlocks.models import LockClaim, ResourceLock
 from dlocks.values import Claim, HeldKey, WaitingClaim
+from tests.promises.admin.names import LIST
+from tests.promises.admin.pages import page, person
 from tests.promises.commands.running import run
 
 pytestmark = [pytest.mark.driver, pytest.mark.django_db(transaction=True)]
-
-ResourceLock = apps.get_model("dlocks", "ResourceLock")
-LockClaim = apps.get_model("dlocks", "LockClaim")
 
 
 def test_a_dump_contains_no_secret_owner(threads, in_queue, tmp_path):
@@ -110,19 +117,60 @@ def test_no_value_of_a_backend_shows_an_owner():
     held = HeldKey("stock:7", "secret")
     claim = Claim(key="stock:8", ttl=30, owner="secret", holding=(held,))
     waiting = WaitingClaim(
-        position=1,
-        owner="secret",
-        holder="web-3",
-        owner_ip=None,
-        key="stock:8",
-        waited=1.0,
-        silent=0.0,
-        holding=(held,),
-        permits=1,
-        needs_all=True,
-        held_by="secret",
-        shared_by=("secret",),
-    )
+        position=1, owner="secret", holder="web-3", owner_ip=None, key="stock:8",
+        waited=1.0, silent=0.0, holding=(held,), permits=1, needs_all=True,
+        held_by="secret", shared_by=("secret",),
+    )  # fmt: skip
     shown = f"{held!r} {claim!r} {waiting!r}"
     assert "secret" not in shown
     assert {"stock:7", "stock:8", "web-3"} <= {*shown.replace("'", " ").split()}
+
+
+FORGED = "x\r\n2026-01-01 INFO dlocks.audit forged\x1b[2J\x85\u2028\u2029\u202e\0"
+# What ends a line, acts on a terminal, or turns the direction of writing.
+HARMFUL = set("\r\n\x0b\x0c\x1b\x85\u2028\u2029\u202e\0")
+
+
+@pytest.mark.holds
+@pytest.mark.parametrize("using", ["default", "memory"])
+def test_a_thread_name_cannot_forge_lines(using, settings, caplog, paused):
+    """Line breaks and escape sequences of a thread's name are escaped everywhere.
+
+    This applies to logs, errors, lists and the admin. A thread's name may contain a
+    command line, as that of ``run_locked``.
+    """
+    settings.DLOCKS = {
+        **settings.DLOCKS,
+        using: {**settings.DLOCKS[using], "OPTIONS": {"slow_hold": 0, "slow_wait": 0}},
+    }
+    caplog.set_level(logging.DEBUG)
+
+    def work():
+        threading.current_thread().name = FORGED
+        with db_lock("stock:7", using=using):
+            yield
+
+    end = paused(work)
+    try:
+        with pytest.raises(LockTimeout) as caught:
+            db_lock("stock:7", using=using, timeout=0).acquire()
+        shown = [run("list_locks", "--waiting", "--using", using).partition("\n")[2]]
+        shown.append(run("list_locks", "--json", "--using", using))
+        assert not HARMFUL - {"\n"} & set("".join(shown))
+        boss = person("boss", is_superuser=True)
+        shown.append(page(boss.get(LIST, {"alias": using})))
+        assert all("forged" in text for text in shown)
+        # A forged line would begin with it.
+        assert not [text for text in shown if "\n2026" in text]
+        assert not HARMFUL - {"\n"} & set(shown[-1])
+    finally:
+        end()
+    holder = caught.value.holder
+    for text in (str(caught.value), str(holder), repr(holder), holder.holder):
+        assert "dlocks.audit forged" in text
+        assert not HARMFUL & set(text)
+    lines = [record for record in caplog.records if "forged" in record.getMessage()]
+    assert len(lines) >= 3
+    for record in lines:
+        assert not HARMFUL & set(record.getMessage())
+        assert not HARMFUL & set(str(getattr(record, "lock_holder", "")))

@@ -169,29 +169,16 @@ def test_a_generator_s_end_keeps_the_block_around_it(kind, threads, until, is_bu
 @for_each("kind", KINDS)
 async def test_an_async_generator_s_end_keeps_the_block_around_it(kind, until, is_busy):
     """It is the same with ``async with``, also where another task closes it."""
-    lock, holds = lock_of(kind), []
-
-    async def work():
+    lock = lock_of(kind)
+    for closing_by in (lambda closing: closing, asyncio.create_task):
         generator = astream(lock)
-        holds.append(await anext(generator))
+        hold = await anext(generator)
         async with lock as mine:
             with contextlib.suppress(RuntimeError):
-                await generator.aclose()
+                await closing_by(generator.aclose())
             await mine.acheck()
             assert mine.held
-
-    async def close_in_another_task():
-        generator = astream(lock)
-        holds.append(await anext(generator))
-        async with lock as mine:
-            with contextlib.suppress(RuntimeError):
-                await asyncio.create_task(generator.aclose())
-            await mine.acheck()
-            assert mine.held
-
-    await work()
-    await close_in_another_task()
-    assert not any(hold.held for hold in holds)
+        assert not hold.held
     await asyncio.to_thread(until, lambda: not is_busy())
 
 
@@ -237,18 +224,15 @@ def test_generators_that_outlast_their_loop_leave_nothing(kind, case, until, is_
 @pytest.mark.front
 @for_each("kind", [*SHARED.items()])
 def test_a_generator_closed_by_another_thread_keeps_that_thread_s_block(
-    kind, threads, until, is_busy
+    kind, paused, until, is_busy
 ):
     """The thread that began it is still in a block of the same object."""
     lock, generators = lock_of(kind), []
-    began, closed, over = threading.Event(), threading.Event(), threading.Event()
 
     def begin():
-        generator = stream(lock)
-        next(generator)
-        generators.append(generator)
-        began.set()
-        closed.wait(30)
+        generators.append(stream(lock))
+        next(generators[0])
+        yield
 
     def close():
         with lock as mine:
@@ -256,17 +240,11 @@ def test_a_generator_closed_by_another_thread_keeps_that_thread_s_block(
                 generators.pop().close()
             mine.check()
             assert mine.held
-            closed.set()
-            over.wait(30)
+            yield
             mine.check()
 
-    first = threads(begin)
-    assert began.wait(30)
-    second = threads(close)
-    assert closed.wait(30)
-    over.set()
-    second.join(30)
-    first.join(30)
+    for end in [paused(begin), paused(close)]:
+        end()
     until(lambda: not is_busy())
 
 
@@ -332,17 +310,15 @@ async def test_a_stack_may_enter_in_a_task_that_is_done(kind, until, is_busy):
             await over.wait()
             await hold.acheck()
 
-    tasks = []
-    if kind[0] in SHARED:
-        tasks = [asyncio.create_task(work())]
-        await holding.wait()
-    async with AsyncExitStack() as stack:
-        hold = await asyncio.create_task(stack.enter_async_context(lock))
-        assert hold.held
-    assert not hold.held
-    over.set()
-    for task in tasks:
-        await task
+    async with asyncio.TaskGroup() as group:
+        if kind[0] in SHARED:
+            group.create_task(work())
+            await holding.wait()
+        async with AsyncExitStack() as stack:
+            hold = await asyncio.create_task(stack.enter_async_context(lock))
+            assert hold.held
+        assert not hold.held
+        over.set()
     await asyncio.to_thread(until, lambda: not is_busy())
 
 
@@ -360,7 +336,7 @@ def test_each_block_of_a_hold_keeps_the_key_for_itself(keys, threads, is_busy):
     lock = db_lock(*keys, using="memory")
     for number in range(40):
         hold = lock.acquire()
-        start, acquired = threading.Barrier(3), hold
+        start = threading.Barrier(3)
 
         def use(seed, hold=hold, start=start):
             start.wait(20)
@@ -377,7 +353,7 @@ def test_each_block_of_a_hold_keeps_the_key_for_itself(keys, threads, is_busy):
         users = [threads(partial(use, 2 * number + one)) for one in range(2)]
         start.wait(20)
         with yielding(-number, often=0.2):
-            acquired.release()
+            hold.release()
         for one in users:
             one.join(20)
         assert not hold.held

@@ -1,4 +1,7 @@
-"""The command dlocks_health, and what every command says before ``migrate``."""
+"""The command dlocks_health, what commands say before ``migrate``, and run_locked.
+
+The other tests of run_locked are in integrations/test_schedules.py.
+"""
 
 import io
 import json
@@ -10,8 +13,9 @@ from django.core.management import CommandError, call_command
 
 from dlocks import db_lock
 from dlocks.models import ResourceLock
+from dlocks.testing import held_elsewhere
 from tests import rows
-from tests.promises.commands.running import refused, run
+from tests.promises.commands.running import exit_of, refused, run
 
 pytestmark = [pytest.mark.front, pytest.mark.django_db(transaction=True)]
 
@@ -91,3 +95,21 @@ def test_a_missing_table_is_an_error(caplog):
         with pytest.raises(CommandError, match="Not healthy: default"):
             call_command(*HEALTH, stdout=out)
         assert "manage.py migrate dlocks --database default" in out.getvalue()
+
+
+def test_a_busy_key_prints_nothing_at_verbosity_0(capfd):
+    """Cron would mail it. The status is 75 in any case, and errors are printed."""
+    run = "--", "echo", "ran"
+    with held_elsewhere("sync"):
+        assert exit_of("sync", "-v", "0", *run) == 75
+        assert capfd.readouterr() == ("", "")
+        assert exit_of("sync", *run) == 75
+        out, err = capfd.readouterr()
+        assert (out, "held by elsewhere" in err) == ("", True)
+        with pytest.raises(CommandError) as caught:
+            call_command("run_locked", "sync", command=["echo", "ran"])
+        assert caught.value.returncode == 75
+    call_command("run_locked", "sync", command=["echo", "ran"], verbosity=0)
+    assert capfd.readouterr() == ("ran\n", "")
+    assert exit_of("sync", "-v", "0", "--", "/nowhere/to/be/found") == 127
+    assert "/nowhere/to/be/found" in capfd.readouterr().err

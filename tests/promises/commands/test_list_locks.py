@@ -1,17 +1,20 @@
 """The command list_locks."""
 
+import io
 import json
 import math
 import os
 import re
 import subprocess
 import sys
+import unicodedata
 from datetime import UTC, datetime, timedelta
 
 import pytest
+from django.core.management import call_command
 from django.db import connection, transaction
 
-from dlocks import db_lock, db_rwlock
+from dlocks import LockTimeout, db_lock, db_rwlock
 from dlocks.models import ResourceLock
 from dlocks.testing import abandoned
 from tests import jobs, rows
@@ -390,3 +393,129 @@ def test_a_command_reports_that_the_transaction_of_its_caller_is_lost(moment, wo
             refused("list_locks")
         assert killed
         transaction.set_rollback(True)
+
+
+@pytest.mark.driver
+@pytest.mark.django_db(transaction=True)
+def test_a_key_that_a_transaction_holds_looks_free_until_its_commit(paused):
+    """The page on troubleshooting says so, and quotes the error of another caller.
+
+    Without waiters, only PostgreSQL finds the transaction.
+    """
+    with db_lock("stock:7"):
+        pass
+
+    def work():
+        with transaction.atomic(), db_lock("stock:7"):
+            yield
+
+    end = paused(work)
+    is_found = connection.vendor == "postgresql"
+    try:
+        assert (run("list_locks") != "No locks.\n") is is_found
+        state = "held" if is_found else "free"
+        assert listed("--all")["stock:7"]["state"] == state
+        assert db_lock("stock:7").locked() is is_found
+        assert (db_lock("stock:7").holder() is not None) is is_found
+        by = "session .*, in a transaction" if is_found else "an open transaction"
+        with pytest.raises(LockTimeout, match=f"held by {by}"):
+            db_lock("stock:7", timeout=0).acquire()
+    finally:
+        end()
+
+
+# The form of the list in a terminal and in a pipe.
+
+
+# A holder whose name is longer than a terminal is wide.
+HOLDER = "worker-1.example.org:815:run_locked python manage.py import " + "x" * 60
+KEYS = [
+    "report",
+    # As wide as the column of keys.
+    *("x" * 24, "庫" * 12, "a" * 23 + "\u0301b"),
+    *(f"orders/{'y' * length}/end" for length in range(10, 200, 9)),
+    *("庫存" * length for length in (13, 30, 50)),
+    "two\nlines",
+    "z" * 200,
+]
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def shown(monkeypatch):
+    """Return a function that returns the lines of the list in a terminal."""
+
+    def read(columns, *arguments):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        terminal = Terminal()
+        call_command("list_locks", *arguments, stdout=terminal, no_color=True)
+        return terminal.getvalue().splitlines()
+
+    return read
+
+
+@pytest.fixture
+def odd_keys(db):
+    """Write rows of locks that have been held for 10 minutes."""
+    now = datetime.now(UTC)
+    begin, end = now - timedelta(minutes=10), now + timedelta(minutes=45)
+    for key in KEYS:
+        rows.write(key, rows.P, end, holder=HOLDER, begin_time=begin)
+
+
+def width(text):
+    """Return the number of columns that a terminal needs."""
+    wide = sum(unicodedata.east_asian_width(one) in "WF" for one in text)
+    return len(text) + wide - sum(unicodedata.combining(one) > 0 for one in text)
+
+
+@pytest.mark.usefixtures("odd_keys")
+@pytest.mark.parametrize("columns", [80, 100])
+def test_every_lock_has_one_line_and_its_whole_key(shown, columns):
+    """A key that does not fit is whole on the line above its facts.
+
+    No other line is wider than the terminal. This includes keys of wide characters and
+    holders with long names. ``clear_lock`` needs the whole key.
+    """
+    _, *lines = shown(columns)
+    found = {}
+    above = ""
+    for line in lines:
+        if line.startswith(" ") or " held " in line:
+            assert width(line) <= columns, line
+            words = line.split()
+            key = above or words.pop(0)
+            found[key], above = words, ""
+        else:
+            assert not above
+            above = line
+    assert not above
+    assert sorted(found) == sorted(key.replace("\n", r"\n") for key in KEYS)
+    for key, (*facts, holder) in found.items():
+        assert facts[:4] == ["held", "0", "10m", "45m"], key
+        assert "worker-1" in " ".join([*facts[4:], holder])
+        assert holder.endswith("…")
+    starts = {line.index(" held ") for line in lines if line.startswith(" ")}
+    assert len(starts) == 1
+    # A key of 24 columns has its facts on its own line.
+    for key in ("report", "x" * 24, "庫" * 12):
+        (line,) = (line for line in lines if line.startswith(f"{key} "))
+        assert " held " in line
+
+
+@pytest.mark.usefixtures("odd_keys")
+def test_a_pipe_gets_one_whole_line_for_each_lock(shown):
+    """Without a terminal nothing is shortened.
+
+    ``watch`` reads from a pipe and sets the width of its screen, which is respected.
+    """
+    lines = run("list_locks").splitlines()
+    assert len(lines) == 1 + len(KEYS)
+    assert all(HOLDER in line for line in lines[1:])
+    assert sum(line.startswith("z" * 200 + " ") for line in lines) == 1
+    in_terminal = shown(80)
+    assert run("list_locks").splitlines() == in_terminal

@@ -11,6 +11,7 @@ from django.db import connection, transaction
 from dlocks import LockLost, db_rwlock, db_semaphore
 from tests import jobs
 from tests.promises.session.server import POSTGRESQL, lock, query
+from tests.scripts import run_python
 from tests.volume import volume
 
 # MySQL's statements are those of MariaDB.
@@ -72,6 +73,29 @@ def test_no_increment_is_lost_with_few_connections_for_waiting(doomed, tmp_path)
         sum(column) for column in zip(*done, strict=True)
     ]
     assert sum(map(sum, done)) > 0.7 * len(crowd) * 6 * times
+
+
+def test_greenlets_exclude_each_other():
+    """Locks of rows and of sessions work, renew and expire under gevent.
+
+    It replaces threads by greenlets, as the gevent worker of gunicorn does.
+    """
+    done = run_python(
+        "-m", "gevent.monkey", "tests/under_gevent.py", "default", "session"
+    )
+    assert done.returncode == 0, done.stderr
+    assert (
+        done.stdout.splitlines()
+        == [
+            "threads 24 1",
+            "greenlets 24 1",
+            "renewed True",
+            "beside busy",
+            "forgotten False",
+            "ended LockShutDown",
+        ]
+        * 2
+    )
 
 
 # Transactions.
