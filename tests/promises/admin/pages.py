@@ -9,6 +9,7 @@ from django.contrib.auth.models import Permission, User
 from django.test import Client
 from django.urls import reverse
 
+from dlocks.models import LockClaim, ResourceLock
 from tests import rows
 from tests.promises.admin.names import END, LIST
 
@@ -89,6 +90,18 @@ def confirm(client: Client, form: dict) -> str:
 
 def actions(text: str) -> set[str]:
     return set(re.findall(r'<option value="(\w+)">', text))
+
+
+def counters(key: str) -> tuple[int, int]:
+    """Return the numbers of waiters and of shared holds in the row of a key."""
+    lock = ResourceLock.objects.get(pk=key)
+    return lock.waiters, lock.shares
+
+
+def tokens() -> list[int]:
+    """Return the tokens of all shared holds."""
+    shared = LockClaim.objects.exclude(version=None)
+    return sorted(shared.values_list("version", flat=True))
 
 
 def log() -> list[tuple[str, str, str]]:

@@ -15,11 +15,13 @@ from tests.promises.admin.pages import (
     act,
     buttons,
     confirm,
+    counters,
     detail,
     end,
     fields,
     log,
     page,
+    tokens,
     told,
 )
 from tests.promises.interposed import before_clear
@@ -27,19 +29,8 @@ from tests.promises.interposed import before_clear
 pytestmark = [pytest.mark.front, pytest.mark.django_db]
 
 
-def counters(key):
-    lock = ResourceLock.objects.get(pk=key)
-    return lock.waiters, lock.shares
-
-
 def fail(*args):
     raise ZeroDivisionError
-
-
-def tokens():
-    """Return the tokens of all shared holds."""
-    shared = LockClaim.objects.exclude(version=None)
-    return sorted(shared.values_list("version", flat=True))
 
 
 # Clear stale locks.

@@ -9,16 +9,12 @@ from django.db import transaction
 from dlocks import LockLost, db_lock
 from dlocks.models import LockClaim, ResourceLock
 from tests import jobs, rows
+from tests.promises.admin.pages import tokens
 from tests.promises.commands.running import refused, run
 
 pytestmark = [pytest.mark.front, pytest.mark.django_db]
 
 YES = ("--yes", "--reason", "tests")
-
-
-def tokens():
-    shared = LockClaim.objects.exclude(version=None)
-    return sorted(shared.values_list("version", flat=True))
 
 
 @pytest.mark.storage

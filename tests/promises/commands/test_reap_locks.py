@@ -9,6 +9,7 @@ from django.utils import timezone
 
 from dlocks.models import LockClaim, ResourceLock
 from tests import jobs, rows
+from tests.promises.admin.pages import counters
 from tests.promises.commands.running import refused, run
 from tests.volume import volume
 
@@ -22,11 +23,6 @@ def table(db):
     rows.stale("stale:2")
     rows.free("old")
     rows.write("recent", rows.S, timezone.now())
-
-
-def counters(key):
-    lock = ResourceLock.objects.get(pk=key)
-    return lock.waiters, lock.shares
 
 
 def states():
@@ -78,16 +74,23 @@ def test_dry_run_counts_what_a_run_would_do():
     assert "old" in states()
 
 
-def test_nothing_is_cleared_within_the_grace(settings):
-    """A lock and a shared hold that have just ended are kept and not counted."""
-    rows.stale("stale:1")
-    rows.stale("stale:2")
+@pytest.fixture
+def just_expired(settings):
+    """Write locks that are stale, but within the grace of the alias "patient"."""
     just = timezone.now() - timedelta(seconds=5)
     rows.write("late", rows.P, just)
     rows.free("shared", version=1)
     rows.claim("shared", just, version=100)
     patient = {**settings.DLOCKS["default"], "OPTIONS": {"grace": 60}}
     settings.DLOCKS = {**settings.DLOCKS, "patient": patient}
+    return just
+
+
+@pytest.mark.usefixtures("just_expired")
+def test_nothing_is_cleared_within_the_grace():
+    """A lock and a shared hold that have just ended are kept and not counted."""
+    rows.stale("stale:1")
+    rows.stale("stale:2")
     two = "2 stale locks would be cleared.\n"
     for arguments in (["--using", "patient"], []):
         assert run("reap_locks", *arguments, "--dry-run") == two
@@ -96,18 +99,12 @@ def test_nothing_is_cleared_within_the_grace(settings):
         assert set(kept) == {bool(arguments)}
 
 
-def test_clear_lock_keeps_what_has_just_expired(settings):
+def test_clear_lock_keeps_what_has_just_expired(just_expired):
     """Within the grace, a small step of the clock may be the reason.
 
     A reason forces the release all the same.
     """
-    just = timezone.now() - timedelta(seconds=5)
-    for key in ("late", "forced"):
-        rows.write(key, rows.P, just)
-    rows.free("shared", version=1)
-    rows.claim("shared", just, version=100)
-    patient = {**settings.DLOCKS["default"], "OPTIONS": {"grace": 60}}
-    settings.DLOCKS = {**settings.DLOCKS, "patient": patient}
+    rows.write("forced", rows.P, just_expired)
     for arguments in (["late"], ["late", "--stale-only"], ["shared", "--share", "100"]):
         why = refused("clear_lock", *arguments, "--yes", "--using", "patient")
         assert "expired a moment ago" in why

@@ -19,6 +19,7 @@ from dlocks.models import LockClaim
 from dlocks.testing import lose
 from tests.promises.database.test_faults import on_server, server  # noqa: F401 (fixtures)
 from tests.promises.election.campaigns import next_of, telling
+from tests.promises.received import received
 from tests.scripts import run_python
 from tests.timing import eventually, in_time
 from tests.volume import volume
@@ -265,15 +266,8 @@ if case == "again":
 def test_an_election_that_is_stopped_begins_no_work(elections, heard):
     """Also if it is stopped while the grant is on its way."""
     one = elections(**telling(heard, "one"))
-
-    def stop(**_):
-        one.stop(0)
-
-    lock_acquired.connect(stop)
-    try:
+    with received(lock_acquired, lambda **_: one.stop(0)):
         one.run()
-    finally:
-        lock_acquired.disconnect(stop)
     assert heard.empty()
     assert one.leader() is None
 
@@ -341,7 +335,7 @@ def test_an_outage_does_not_end_the_election(elections, heard, stops, caplog):
     assert one.stop(10)
 
 
-def test_run_blocks_until_a_signal_handler_stops_it(elections):
+def test_run_blocks_until_a_signal_handler_stops_it(elections, handled, threads):
     """An interrupt ends it too. The key is released."""
     one = elections()
 
@@ -350,14 +344,9 @@ def test_run_blocks_until_a_signal_handler_stops_it(elections):
         signal.pthread_kill(main, signal.SIGTERM)
 
     main = threading.get_ident()
-    before = signal.signal(signal.SIGTERM, lambda *_: one.stop())
-    thread = threading.Thread(target=kill)
-    try:
-        thread.start()
-        one.run()
-    finally:
-        signal.signal(signal.SIGTERM, before)
-        thread.join(10)
+    handled(signal.SIGTERM, lambda *_: one.stop())
+    threads(kill)
+    one.run()
     assert one.leader() is None
 
     def interrupted(hold):

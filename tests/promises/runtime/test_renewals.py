@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+import queue
 import textwrap
 import threading
 import time
@@ -26,6 +27,7 @@ from dlocks.testing import frozen_clock
 from dlocks.values import Grant
 from tests.for_each import for_each
 from tests.promises.locks.keys import await_renewal, clear, row
+from tests.promises.received import received
 from tests.scripts import run_python, run_script
 from tests.timing import in_time
 
@@ -456,20 +458,15 @@ def silence(stops, until):
 
 
 def test_a_loss_is_reported_in_time_if_the_server_is_silent(silence):
-    told, told_at = threading.Event(), []
-
-    def tell(hold):
-        told_at.append(time.monotonic())
-        told.set()
-
+    told = queue.SimpleQueue()
+    policy = {"ttl": 3.0, "on_lost": lambda hold: told.put(time.monotonic())}
     with pytest.raises(LockLost, match="not renewed within its ttl"):
-        with db_lock("stock:7", using="brisk", ttl=3.0, on_lost=tell) as hold:
+        with db_lock("stock:7", using="brisk", **policy) as hold:
             deadline = time.monotonic() + hold.remaining
             assert silence.wait(10)
             hold.check()
-            assert told.wait(10)
             # A reply to the renewal is waited for for a second.
-            in_time(told_at[0] - max(deadline, silence.at + 1.0), 1.0)
+            in_time(told.get(timeout=10) - max(deadline, silence.at + 1.0), 1.0)
 
 
 def test_a_hold_ends_at_its_deadline_before_its_loss_is_reported(silence, until):
@@ -568,50 +565,38 @@ def test_a_slow_receiver_delays_no_renewal(in_other_thread):
             end.wait(20)
 
     other = in_other_thread(db_lock("other", using="memory", ttl=1).acquire)
-    lock_released.connect(receive)
-    try:
-        with contextlib.suppress(ZeroDivisionError), transaction.atomic():
+    with received(lock_released, receive), contextlib.ExitStack() as stack:
+        stack.callback(end.set)
+        with transaction.atomic():
             with db_lock("stock:7", using="memory"):
                 pass
-            raise ZeroDivisionError
+            transaction.set_rollback(True)
         assert begun.wait(20)
         # For longer than its ttl.
         for _ in range(4):
             await_renewal(other)
         assert other.held
-    finally:
-        end.set()
-        lock_released.disconnect(receive)
     in_other_thread(other.release)
 
 
 @pytest.mark.engine("postgresql", "mariadb", "mysql")
-def test_a_release_that_waits_for_its_row_delays_no_renewal(threads):
+def test_a_release_that_waits_for_its_row_delays_no_renewal(threads, paused):
     """A caller in a transaction releases a key whose row a session keeps locked."""
-    locked, end = threading.Event(), threading.Event()
 
     def lock_row():
         with transaction.atomic():
             ResourceLock.objects.select_for_update().get(pk="stock:7")
-            locked.set()
-            end.wait(60)
+            yield
 
     with db_lock("other", ttl=2) as other:
         hold = db_lock("stock:7", release_at="exit").acquire()
-        keeper = threads(lock_row)
-        assert locked.wait(20)
-
-        def release():
-            with transaction.atomic():
-                hold.release()
-
-        release = threads(release)
+        end = paused(lock_row)
+        release = threads(transaction.atomic(hold.release))
         # For longer than its ttl.
         for _ in range(5):
             await_renewal(other)
         assert release.is_alive()
-        end.set()
-        keeper.join(20)
+        end()
         release.join(20)
         other.check()
     assert not db_lock("stock:7").locked()
