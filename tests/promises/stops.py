@@ -11,7 +11,13 @@ from functools import partial
 from typing import Any
 
 import pytest
-from django.utils.module_loading import import_string
+
+from dlocks.backends.database import (
+    InsertBackend,
+    OptimisticBackend,
+    PessimisticBackend,
+)
+from dlocks.backends.memory import MemoryBackend
 
 REQUESTS = [
     "acquire",
@@ -49,31 +55,19 @@ for _name in REQUESTS:
     setattr(Stopping, _name, _make_request(_name))
 
 
-class StoppingPessimistic(
-    Stopping,
-    import_string("dlocks.backends.database.PessimisticBackend"),  # type: ignore[misc]
-):
+class StoppingPessimistic(Stopping, PessimisticBackend):  # type: ignore[misc]
     pass
 
 
-class StoppingOptimistic(
-    Stopping,
-    import_string("dlocks.backends.database.OptimisticBackend"),  # type: ignore[misc]
-):
+class StoppingOptimistic(Stopping, OptimisticBackend):  # type: ignore[misc]
     pass
 
 
-class StoppingInsert(
-    Stopping,
-    import_string("dlocks.backends.database.InsertBackend"),  # type: ignore[misc]
-):
+class StoppingInsert(Stopping, InsertBackend):  # type: ignore[misc]
     pass
 
 
-class StoppingMemory(
-    Stopping,
-    import_string("dlocks.backends.memory.MemoryBackend"),  # type: ignore[misc]
-):
+class StoppingMemory(Stopping, MemoryBackend):  # type: ignore[misc]
     pass
 
 

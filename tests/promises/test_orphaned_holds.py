@@ -167,15 +167,13 @@ def test_the_block_of_a_task_keeps_a_hold(lost, outlast):
 def test_a_hold_whose_callers_have_ended_is_lost(lost, until, caplog):
     """The callback, the signal and a warning report it, and the key is released.
 
-    Another thread that still has the hold gets LockLost from it. No block begins under
-    a lost hold.
+    This is so without renewals too, long before the ttl has passed. Another thread that
+    still has the hold gets LockLost from it. No block begins under a lost hold.
     """
     reported = SimpleQueue()
-    locks = [
-        lock
-        for alias in ALIASES
-        for lock in locks_of(alias, on_lost=lambda hold: reported.put(hold.keys))
-    ]
+    policy = {"on_lost": lambda hold: reported.put(hold.keys)}
+    locks = [db_lock("not renewed", ttl=100, renew=False, **policy)]
+    locks += [lock for alias in ALIASES for lock in locks_of(alias, **policy)]
     with caplog.at_level(logging.WARNING, "dlocks"):
         holds = in_ended_thread(lambda: [lock.acquire() for lock in locks])
         keys = {key for lock in locks for key in lock.keys}
@@ -223,15 +221,6 @@ def test_a_hold_of_a_closed_event_loop_is_lost(lost, until, caplog):
     assert "its event loop has ended" in caplog.text
     with pytest.raises(LockLost):
         hold.release()
-    assert is_free(lock)
-
-
-@pytest.mark.front
-def test_a_hold_without_renewals_is_lost_too(lost, until):
-    """Its key is free long before the ttl has passed."""
-    lock = db_lock("stock:7", ttl=100, renew=False)
-    in_ended_thread(lock.acquire)
-    until(lambda: lost == ["stock:7"], 20)
     assert is_free(lock)
 
 

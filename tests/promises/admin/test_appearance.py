@@ -19,7 +19,7 @@ from example_project.shop.models import Product
 from tests import rows
 from tests.models import Article, Comment
 from tests.promises.admin.names import LIST, RECORDS
-from tests.promises.admin.pages import detail, person
+from tests.promises.admin.pages import detail
 from tests.promises.admin.test_control_room_browser import busy_hour
 
 pytestmark = [pytest.mark.engine("sqlite"), pytest.mark.pages]
@@ -58,11 +58,6 @@ CHECK = """async ([theme, part, phone, scope, options]) => {
     ));
     return found;
 }"""
-
-
-@pytest.fixture
-def boss(transactional_db):
-    return person("boss", is_superuser=True)
 
 
 def busy():

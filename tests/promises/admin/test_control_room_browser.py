@@ -11,7 +11,7 @@ from dlocks.models import HoldRecord, LockClaim, ResourceLock
 from tests import jobs, rows
 from tests.browser import picture
 from tests.promises.admin.names import HOSTILE, LIST
-from tests.promises.admin.pages import detail, person
+from tests.promises.admin.pages import detail
 
 # The page behaves the same on every engine. test_control_room.py tests its content on
 # each.
@@ -21,11 +21,6 @@ pytestmark = [pytest.mark.engine("sqlite"), pytest.mark.pages]
 # server takes, and the next refresh would be later.
 AGAIN = 2000
 PHONE, DESK = {"width": 360, "height": 740}, {"width": 1120, "height": 700}
-
-
-@pytest.fixture
-def boss(transactional_db):
-    return person("boss", is_superuser=True)
 
 
 @pytest.fixture

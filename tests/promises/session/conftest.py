@@ -6,7 +6,8 @@ import pytest
 from django.db import connection
 
 from dlocks.backends.session import SessionBackend
-from tests.promises.session.server import clients
+from tests import jobs
+from tests.promises.session.server import clients, lock
 from tests.proxy import Proxy
 from tests.settings import PORT
 
@@ -64,3 +65,52 @@ def in_queue(observer, until):
 def elsewhere(workers):
     """Another process, whose lock sessions do not pass the proxy."""
     return workers(1)[0]
+
+
+@pytest.fixture
+def held_elsewhere(elsewhere):
+    """Return a function that lets another process hold a key.
+
+    It returns a function that lets the process release the key.
+    """
+
+    def hold(key="stock:7"):
+        elsewhere.start(jobs.hold, key, using="session")
+        elsewhere.hear()
+
+        def release():
+            elsewhere.tell()
+            assert elsewhere.hear() == "released"
+
+        return release
+
+    return hold
+
+
+@pytest.fixture
+def waiter(threads, in_queue):
+    """Return a function that lets a thread wait in the queue of the engine."""
+
+    def start(one=None):
+        thread = threads(lambda: (one or lock(timeout=60)).acquire().release())
+        in_queue(1)
+        return thread
+
+    return start
+
+
+@pytest.fixture
+def from_queue(held_elsewhere, threads, in_queue):
+    """Return a function that acquires "stock:7" from the queue of the engine.
+
+    Such a hold has a connection of its own.
+    """
+
+    def acquire(**policy):
+        release = held_elsewhere()
+        releasing = threads(lambda: (in_queue(1), release()))
+        hold = lock(**policy).acquire()
+        releasing.join(30)
+        return hold
+
+    return acquire

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import queue
 import signal
 import threading
 import time
@@ -105,14 +106,11 @@ def test_a_program_closes_its_sessions_without_a_warning(elsewhere):
     assert elsewhere.call(jobs.try_once, "b", using="session")
 
 
-def test_the_connections_are_closed_soon_after_the_last_hold(
-    sessions, until, threads, in_queue
-):
+def test_the_connections_are_closed_soon_after_the_last_hold(sessions, until, waiter):
     with lock():
-        waiter = threads(lambda: lock().acquire().release())
-        in_queue(1)
+        waiting = waiter()
         assert len(sessions()) == 2
-    waiter.join(30)
+    waiting.join(30)
     until(lambda: not sessions(), 5.0)
 
 
@@ -140,31 +138,22 @@ def test_a_database_can_be_dropped_after_use(doomed):
     ids=["renewed", "not renewed", "bounded"],
 )
 def test_a_hold_with_an_ended_session_is_lost_within_a_second(
-    waited, policy, sessions, threads, in_queue, elsewhere
+    waited, policy, sessions, threads, in_queue, held_elsewhere
 ):
     """The next ping detects it. Any thread sends one every half second."""
-    told = []
-    event = threading.Event()
-
-    def on_lost(hold):
-        told.append((time.monotonic(), hold))
-        event.set()
-
+    told = queue.SimpleQueue()
     if waited:
-        elsewhere.start(jobs.hold, "stock:7", using="session")
-        elsewhere.hear()
-        threads(lambda: (in_queue(1), elsewhere.tell()))
+        release = held_elsewhere()
+        threads(lambda: (in_queue(1), release()))
     others = clients()
+    on_lost = lambda hold: told.put((time.monotonic(), hold))  # noqa: E731
     held = lock(on_lost=on_lost, **policy).acquire()
-    if waited:
-        assert elsewhere.hear() == "released"
-    mine = sessions() - others
     ended = time.monotonic()
-    for pid in mine:
+    for pid in sessions() - others:
         end_session(pid)
-    assert event.wait(10)
-    in_time(told[0][0] - ended, 1.0)
-    assert told[0][1] is held
+    lost, hold = told.get(timeout=10)
+    in_time(lost - ended, 1.0)
+    assert hold is held
     assert not held.held
     with pytest.raises(LockLost):
         held.release()
@@ -195,7 +184,7 @@ class TimeLimitError(Exception):
 @for_each("error", [KeyboardInterrupt, TimeLimitError])
 @for_each("request", ["acquire", "release"])
 def test_an_interrupted_request_ends_no_other_hold(
-    error, request, proxy, observer, threads, until, elsewhere
+    error, request, proxy, observer, threads, until, elsewhere, handled
 ):
     """It is unknown what the server has done. The next requests find out."""
     other, mine = lock("another").acquire(), None
@@ -209,17 +198,14 @@ def test_an_interrupted_request_ends_no_other_hold(
         signal.pthread_kill(main, signal.SIGUSR1)
         proxy.late.clear()
 
-    before = signal.signal(signal.SIGUSR1, handler)
-    try:
-        if request == "release":
-            mine = lock().acquire()
-        proxy.late.set()
-        interrupting = threads(interrupt)
-        with pytest.raises(error):
-            (lock().acquire if mine is None else mine.release)()
-        interrupting.join(30)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+    handled(signal.SIGUSR1, handler)
+    if request == "release":
+        mine = lock().acquire()
+    proxy.late.set()
+    interrupting = threads(interrupt)
+    with pytest.raises(error):
+        (lock().acquire if mine is None else mine.release)()
+    interrupting.join(30)
     other.check()
     assert elsewhere.call(jobs.try_once, "another", using="session") is None
     until(lambda: elsewhere.call(jobs.try_once, "stock:7", using="session"))
@@ -232,7 +218,7 @@ def test_an_interrupted_request_ends_no_other_hold(
 
 @POSTGRESQL
 def test_a_signal_handler_gets_an_error_instead_of_a_deadlock(
-    proxy, observer, threads, until
+    proxy, observer, threads, until, handled
 ):
     """The handler has interrupted a request on the session that it needs."""
     errors = []
@@ -248,15 +234,12 @@ def test_a_signal_handler_gets_an_error_instead_of_a_deadlock(
         until(lambda: observer.holder("stock:7"))
         signal.pthread_kill(main, signal.SIGUSR1)
 
-    before = signal.signal(signal.SIGUSR1, handler)
-    try:
-        with lock("warm"):
-            proxy.late.set()
-            threads(strike)
-            with lock() as held:
-                held.check()
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+    handled(signal.SIGUSR1, handler)
+    with lock("warm"):
+        proxy.late.set()
+        threads(strike)
+        with lock() as held:
+            held.check()
     assert errors
 
 
@@ -327,19 +310,12 @@ def test_a_silent_server_is_trusted_for_the_ttl(sessions):
 
 
 @POSTGRESQL
-def test_a_silent_connection_does_not_end_the_holds_on_others(
-    proxy, elsewhere, threads, in_queue, until
-):
+def test_a_silent_connection_does_not_end_the_holds_on_others(proxy, from_queue, until):
     """The network may lose one connection of a process and keep the others."""
     silent = threading.Event()
-    elsewhere.start(jobs.hold, "stock:7", using="session")
-    elsewhere.hear()
-    threads(lambda: (in_queue(1), elsewhere.tell()))
     with contextlib.ExitStack() as stack:
         stack.callback(silent.set)
-        # The second one came from the queue, and has a connection of its own.
-        holds = [lock(key, ttl=4.0).acquire() for key in ("another", "stock:7")]
-        assert elsewhere.hear() == "released"
+        holds = [lock("another", ttl=4.0).acquire(), from_queue(ttl=4.0)]
         proxy.swallow(b"SELECT pg_backend_pid() + 0 *", silent)
         assert proxy.swallowed.wait(10)
         until(lambda: not all(hold.held for hold in holds))
@@ -356,20 +332,15 @@ def test_a_silent_connection_does_not_end_the_holds_on_others(
 
 
 @pytest.fixture
-def silent_main(proxy, elsewhere, threads, in_queue):
+def silent_main(proxy, from_queue, threads):
     """Return a function that silences the connection of keys that were free.
 
-    The hold that it gets before that came from the queue, and has a connection of its
-    own.
+    It returns a hold that has a connection of its own.
     """
     over = threading.Event()
 
     def silence(**policy):
-        elsewhere.start(jobs.hold, "stock:7", using="session")
-        elsewhere.hear()
-        threads(lambda: (in_queue(1), elsewhere.tell()))
-        hold = lock(**policy).acquire()
-        assert elsewhere.hear() == "released"
+        hold = from_queue(**policy)
         # This ttl is longer than that of the connection.
         proxy.swallow(b"idle_session_timeout", over)
         threads(lambda: lock("free", ttl=300.0, timeout=30).acquire().release())
@@ -430,44 +401,38 @@ def test_a_kept_key_of_an_ended_session_is_lost(sessions, elsewhere, until):
 )
 @pytest.mark.parametrize("waited", [False, True])
 def test_a_partitioned_holder_ends_before_the_next_grant(
-    waited, proxy, observer, elsewhere, threads, in_queue, until
+    waited, proxy, observer, held_elsewhere, threads, in_queue, until
 ):
     """The server counts from its reply, not from when the reply was read."""
     lock().acquire().release()
-    holds, acquired, done = [], threading.Event(), threading.Event()
+    acquired, done = queue.SimpleQueue(), threading.Event()
 
     def hold():
-        holds.append(lock(timeout=30).acquire())
-        acquired.set()
+        acquired.put(lock(timeout=30).acquire())
         done.wait(60)
 
     with contextlib.ExitStack() as stack:
         stack.callback(done.set)
+        release = held_elsewhere() if waited else None
+        if not waited:
+            proxy.late.set()
+        threads(hold)
         if waited:
-            elsewhere.start(jobs.hold, "stock:7", using="session")
-            elsewhere.hear()
-            threads(hold)
             in_queue(1)
             proxy.late.set()
-            elsewhere.tell()
-            assert elsewhere.hear() == "released"
-        else:
-            proxy.late.set()
-            threads(hold)
+            release()
         until(lambda: observer.holder("stock:7"))
         # This is most of the ttl.
         time.sleep(2.0)
         proxy.late.clear()
-        assert acquired.wait(30)
+        held = acquired.get(timeout=30)
         proxy.cut.set()
-        elsewhere.start(jobs.hold, "stock:7", using="session", timeout=60)
-        elsewhere.hear()
-        assert not holds[0].held
-        elsewhere.tell()
-        elsewhere.hear()
+        release = held_elsewhere()
+        assert not held.held
+        release()
     proxy.close()
     with pytest.raises(LockLost):
-        holds[0].release()
+        held.release()
 
 
 async def test_a_late_task_holds_only_for_the_rest_of_its_lease(

@@ -151,15 +151,12 @@ def shelf():
 
 
 @POSTGRESQL
-def test_readers_share_and_writers_do_not(
-    shelf, in_other_thread, threads, in_queue, until
-):
+def test_readers_share_and_writers_do_not(shelf, in_other_thread, waiter, until):
     with shelf.read() as mine:
         other = in_other_thread(shelf.read().try_acquire)
         assert other.token > mine.token
         assert in_other_thread(shelf.write().try_acquire) is None
-        written = threads(lambda: shelf.write().acquire().release())
-        in_queue(1)
+        written = waiter(shelf.write())
         # A reader that comes after a waiting writer queues behind it.
         assert in_other_thread(shelf.read().try_acquire) is None
         other.release()
@@ -184,12 +181,9 @@ def test_a_writer_that_reads_many_times_ends_no_other_hold(elsewhere):
 
 
 @POSTGRESQL
-def test_a_writer_may_read_while_another_writer_waits(
-    shelf, elsewhere, threads, in_queue, until
-):
+def test_a_writer_may_read_while_another_writer_waits(shelf, elsewhere, waiter, until):
     writing = shelf.write().acquire()
-    waiter = threads(lambda: shelf.write().acquire().release())
-    in_queue(1)
+    waiting = waiter(shelf.write())
     for _ in range(2):
         reading = shelf.read().try_acquire()
         assert reading is not None
@@ -199,9 +193,9 @@ def test_a_writer_may_read_while_another_writer_waits(
     # A new reader is refused, because a writer waits in front of it.
     assert elsewhere.call(jobs.try_once, "stock:7", using="session") is None
     reading.check()
-    assert not waiter.results
+    assert not waiting.results
     reading.release()
-    until(lambda: waiter.results)
+    until(lambda: waiting.results)
 
 
 @POSTGRESQL

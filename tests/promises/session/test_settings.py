@@ -99,17 +99,16 @@ def test_session_locks_behind_a_pooler_are_refused(mode, pooled):
 
 @POSTGRESQL
 def test_session_locks_work_with_session_pooling(
-    pooled, observer, in_other_thread, threads, in_queue
+    pooled, observer, in_other_thread, waiter
 ):
     """A wrong option is detected."""
     pooled("session", session_pooling=True)
     with lock():
         assert in_other_thread(lock().try_acquire) is None
-        waiter = threads(lambda: lock(timeout=30).acquire().release())
-        in_queue(1)
+        waiting = waiter()
         with pytest.raises(LockTimeout):
             in_other_thread(lock(timeout=0.2).acquire)
-    waiter.join(30)
+    waiting.join(30)
     pooled("transaction", session_pooling=True)
     with pytest.raises(ImproperlyConfigured, match="to two connections at a time"):
         lock().acquire()

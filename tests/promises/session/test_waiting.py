@@ -12,6 +12,7 @@ from django.db import connection
 
 from dlocks import LeaderElection, LockBackendError, LockTimeout
 from tests import jobs
+from tests.promises.ended import is_taken
 from tests.promises.session.server import SERVERS, end_session, lock, query
 from tests.timing import in_time
 
@@ -54,41 +55,37 @@ def begun_before(number):
 @SERVERS
 @pytest.mark.parametrize("who", ["waiter", "candidate"])
 def test_a_caller_that_waits_does_not_hold_back_vacuum(
-    who, elsewhere, threads, until, in_queue
+    who, held_elsewhere, waiter, until, in_queue
 ):
     """A statement that waits is a transaction on PostgreSQL, and has a snapshot."""
     election = LeaderElection("scheduler", using="session")
     key = election.key if who == "candidate" else "stock:7"
-    elsewhere.start(jobs.hold, key, using="session")
-    elsewhere.hear()
+    release = held_elsewhere(key)
     with contextlib.ExitStack() as stack:
         if who == "candidate":
             stack.enter_context(election)
         else:
-            threads(lambda: lock(timeout=60).acquire().release())
-            in_queue(1)
+            waiter()
         for _ in range(2):
             ((number,),) = query("SELECT txid_current()", "SELECT NULL")
             until(lambda number=number: not begun_before(number))
         if who == "waiter":
             in_queue(1)
         assert not election.is_leader
-        elsewhere.tell()
-        elsewhere.hear()
+        release()
 
 
 @pytest.mark.engine("postgresql")
-def test_the_holder_can_create_an_index_concurrently(threads, in_queue):
+def test_the_holder_can_create_an_index_concurrently(waiter):
     """That statement waits for the end of all older snapshots."""
     query("CREATE TABLE indexed AS SELECT 1 AS number", "")
     try:
         with lock():
-            waiter = threads(lambda: lock(timeout=60).acquire().release())
-            in_queue(1)
+            waiting = waiter()
             query("SET statement_timeout = '30s'", "")
             query("CREATE INDEX CONCURRENTLY ON indexed (number)", "")
-            assert not waiter.results
-        waiter.join(30)
+            assert not waiting.results
+        waiting.join(30)
     finally:
         query("RESET statement_timeout", "")
         query("DROP TABLE indexed", "")
@@ -132,10 +129,11 @@ def test_no_session_waiter_is_overtaken(threads, in_queue):
 
 
 @SERVERS
-def test_a_session_waiter_that_times_out_leaves_nothing(elsewhere, observer, until):
+def test_a_session_waiter_that_times_out_leaves_nothing(
+    elsewhere, held_elsewhere, observer, until
+):
     """Its error shows the holder, which is in another process."""
-    elsewhere.start(jobs.hold, "stock:7", using="session")
-    elsewhere.hear()
+    release = held_elsewhere()
     with pytest.raises(LockTimeout) as caught:
         lock(timeout=0.4).acquire()
     assert "held by" in str(caught.value)
@@ -147,42 +145,34 @@ def test_a_session_waiter_that_times_out_leaves_nothing(elsewhere, observer, unt
     assert "left" not in str(holder)
     assert lock().locked()
     assert observer.waiting("stock:7") == 0
-    elsewhere.tell()
-    elsewhere.hear()
+    release()
     assert not lock().locked()
-    until(
-        lambda: (found := lock(timeout=0).try_acquire()) and (found.release() or True)
-    )
+    until(lambda: not is_taken(lock()))
 
 
-def test_a_waiter_with_an_ended_session_queues_again(
-    sessions, threads, in_queue, until
-):
+def test_a_waiter_with_an_ended_session_queues_again(sessions, waiter, in_queue, until):
     with lock():
         main = sessions()
-        waiter = threads(lambda: lock(timeout=30).acquire().release())
+        waiting = waiter()
+        (ended,) = sessions() - main
+        end_session(ended)
+        until(lambda: ended not in sessions())
         in_queue(1)
-        (waiting,) = sessions() - main
-        end_session(waiting)
-        until(lambda: waiting not in sessions())
-        in_queue(1)
-    until(lambda: waiter.results)
+    until(lambda: waiting.results)
 
 
 @pytest.mark.parametrize("waiters", [1, 2])
 def test_a_wait_for_a_server_that_has_left_is_no_contention(
-    waiters, proxy, elsewhere, threads, until
+    waiters, proxy, held_elsewhere, threads, until
 ):
-    elsewhere.start(jobs.hold, "stock:7", using="session")
-    elsewhere.hear()
+    release = held_elsewhere()
     waiting = [threads(lock(timeout=4).acquire) for _ in range(waiters)]
     until(lambda: len(lock().waiters()) == waiters)
     proxy.close()
     for one in waiting:
         with pytest.raises(LockBackendError):
             one.join(30)
-    elsewhere.tell()
-    elsewhere.hear()
+    release()
 
 
 @pytest.mark.engine("postgresql")
@@ -210,7 +200,7 @@ def test_more_keys_than_sessions_can_be_waited_for(sessions, observer, threads, 
 
 @pytest.mark.engine("postgresql")
 def test_the_timeouts_of_a_project_do_not_end_a_wait(
-    elsewhere, monkeypatch, sessions, threads, until, in_queue
+    elsewhere, monkeypatch, sessions, waiter, until
 ):
     """They are meant for its own statements. PostgreSQL 17 has a third one."""
     ((version,),) = query("SELECT current_setting('server_version_num')::int", "")
@@ -220,13 +210,12 @@ def test_the_timeouts_of_a_project_do_not_end_a_wait(
     options = {**connection.settings_dict["OPTIONS"], "options": given}
     monkeypatch.setitem(connection.settings_dict, "OPTIONS", options)
     elsewhere.call(jobs.acquire, "stock:7", using="session")
-    waiter = threads(lambda: lock(timeout=60).acquire().release())
-    in_queue(1)
+    waiting = waiter()
     waits = sessions()
     until(lambda: [one for one in lock().waiters() if one.waited > 1])
     assert waits <= sessions()
     elsewhere.call(jobs.release_all)
-    waiter.join(30)
+    waiting.join(30)
 
 
 @pytest.mark.engine("postgresql")
@@ -261,7 +250,7 @@ def test_an_interrupted_waiter_leaves_nothing(
 
 
 @pytest.mark.engine("postgresql")
-def test_candidates_of_an_election_poll(elsewhere, until):
+def test_candidates_of_an_election_poll(held_elsewhere, until):
     """Their wait may last for weeks. Its snapshot would hold back VACUUM."""
     polls, led = set(), threading.Event()
 
@@ -278,15 +267,14 @@ def test_candidates_of_an_election_poll(elsewhere, until):
     election = LeaderElection(
         "scheduler", using="session", on_elected=lambda hold: led.set()
     )
-    elsewhere.start(jobs.hold, election.key, using="session")
-    elsewhere.hear()
+    release = held_elsewhere(election.key)
     asks()
     polls.clear()
     with election:
         until(lambda: "advisory" not in asks() and len(polls) > 3)
         assert "advisory" not in asks()
         assert not led.is_set()
-        elsewhere.tell()
+        release()
         assert led.wait(30)
 
 
@@ -312,7 +300,7 @@ def test_a_candidate_that_polls_leads_after_a_leader_that_resigns(observer):
 
 
 @pytest.mark.engine("mariadb", "mysql")
-def test_no_deprecated_table_is_read(elsewhere, threads, in_queue):
+def test_no_deprecated_table_is_read(held_elsewhere, threads, in_queue):
     """``holder()`` and the number of waiters use no deprecated table.
 
     MySQL has announced the removal of that table.
@@ -324,13 +312,11 @@ def test_no_deprecated_table_is_read(elsewhere, threads, in_queue):
             "", "SHOW GLOBAL STATUS LIKE 'Deprecated_use_i_s_processlist_count'"
         )
 
-    elsewhere.start(jobs.hold, "stock:7", using="session")
-    elsewhere.hear()
+    release = held_elsewhere()
     waiter = threads(lambda: lock(timeout=30).acquire().release())
     before = uses_of_deprecated_table()
     in_queue(1)
     assert lock().holder().holder.startswith("session ")
     assert uses_of_deprecated_table() == before
-    elsewhere.tell()
+    release()
     waiter.join()
-    elsewhere.hear()
