@@ -1,6 +1,5 @@
 """dlocks' own connections commit, and getting one has a deadline."""
 
-import asyncio
 import io
 import threading
 import time
@@ -21,6 +20,7 @@ from tests import jobs
 from tests.processes import on_database
 from tests.servers import PgBouncer
 from tests.settings import PORT
+from tests.sync_and_async import Async, Sync
 from tests.timing import in_time
 
 pytestmark = [pytest.mark.driver, pytest.mark.django_db(transaction=True)]
@@ -50,40 +50,32 @@ def leases(**policy):
     }
 
 
-def hold_leases(pipe, in_loop):
+def hold_leases(pipe, do):
     """Acquire all leases, hold them for as long as the test says, and release them."""
+    held = []
 
     async def cycle():
-        for lock in leases().values():
-            await lock.aacquire()
+        holds = [await do.ask(lock, "acquire") for lock in leases().values()]
         pipe.say("held")
         pipe.hear()
-        held = [lock.held() for lock in leases().values()]
-        for lock in leases().values():
-            await lock.arelease()
-        return held
+        held.extend(hold.held for hold in holds)
+        for hold in holds:
+            await do.ask(hold, "release")
 
-    if in_loop:
-        return asyncio.run(cycle())
-    holds = [lock.acquire() for lock in leases().values()]
-    pipe.say("held")
-    pipe.hear()
-    held = [hold.held for hold in holds]
-    for hold in holds:
-        hold.release()
+    do.run(cycle())
     return held
 
 
 @SERVERS
-@pytest.mark.parametrize("in_loop", [False, True], ids=["sync", "async"])
-def test_a_lease_survives_its_session_without_autocommit(in_loop, manual, doomed):
+@pytest.mark.parametrize("do", [Sync(), Async()], ids=["sync", "async"])
+def test_a_lease_survives_its_session_without_autocommit(do, manual, doomed):
     """No second caller gets a key while ``held`` is true.
 
     The sessions of dlocks commit each change, so the server undoes none of them when it
     ends a session. A release is visible to others at once.
     """
     before = doomed().call(jobs.other_sessions)
-    manual.start(hold_leases, in_loop)
+    manual.start(hold_leases, do)
     assert manual.hear() == "held"
     killer = doomed()
     assert killer.call(jobs.kill_other_sessions, but=before)
@@ -201,30 +193,26 @@ def take_leases_in_transactions(pipe):
         db_lock("stock:2", "stock:3", **policy).acquire,
         db_semaphore("stock:4", 2, **policy).acquire,
     ]
-    open_now = threading.Barrier(len(attempts) + 1)
-    over = threading.Barrier(len(attempts) + 1)
+    barrier = threading.Barrier(len(attempts))
 
     def attempt(acquire):
         try:
             with transaction.atomic():
                 with connection.cursor() as cursor:
                     cursor.execute("SELECT 1")
-                open_now.wait(60)
+                barrier.wait(60)
                 began = time.monotonic()
                 try:
                     acquire()
                 except LockError as error:
                     return type(error).__name__, time.monotonic() - began
                 finally:
-                    over.wait(60)
+                    barrier.wait(60)
         finally:
             connections.close_all()
 
     with ThreadPoolExecutor(len(attempts)) as pool:
-        results = [pool.submit(attempt, acquire) for acquire in attempts]
-        open_now.wait(60)
-        over.wait(60)
-        return [result.result() for result in results]
+        return list(pool.map(attempt, attempts))
 
 
 @pytest.mark.engine("postgresql")

@@ -2,22 +2,22 @@
 
 import asyncio
 import contextlib
-import json
 import pickle
 import re
 import threading
 import time
 
 import pytest
-from django.core.management import call_command
 from django.db import connection, transaction
-from pytest_django.asserts import assertContains, assertNotContains
 
 from dlocks import LockDeadlock, LockLost, LockTimeout, db_lock, db_semaphore
 from dlocks.backends.database import PessimisticBackend
 from dlocks.models import LockClaim
 from tests import jobs
 from tests.for_each import for_each
+from tests.promises.admin.names import LIST
+from tests.promises.admin.pages import detail, page
+from tests.promises.commands.running import listed, run
 from tests.timing import in_time
 from tests.volume import volume
 
@@ -202,8 +202,7 @@ def test_a_semaphore_deadlocks_when_all_its_permits_wait(workers, until):
 
 
 def wait_for_looks():
-    """Wait until a deadlock would have been found and reported."""
-    # Two looks a second apart, and the confirmation.
+    """Wait until a deadlock would have been found and confirmed a second later."""
     time.sleep(2.5)
 
 
@@ -266,15 +265,8 @@ def test_an_expired_hold_is_no_part_of_a_deadlock(
         loser.join(30)
 
 
-@pytest.mark.parametrize(
-    ("using", "how"),
-    [
-        ("default", "found"),
-        ("default", "switched off"),
-        ("session", "found"),
-        ("session", "switched off"),
-    ],
-)
+@pytest.mark.parametrize("using", ["default", "session"])
+@pytest.mark.parametrize("how", ["found", "switched off"])
 def test_deadlocks_are_found_unless_detection_is_off(threads, settings, using, how):
     """Otherwise the callers wait for their timeouts.
 
@@ -302,10 +294,7 @@ def test_deadlocks_are_found_unless_detection_is_off(threads, settings, using, h
                 return "late"
 
     late = 30 if how == "found" else 2
-    callers = [
-        threads(lambda: nest("a", "b", 30)),
-        threads(lambda: nest("b", "a", late)),
-    ]
+    callers = [threads(lambda: nest(*"ab", 30)), threads(lambda: nest(*"ba", late))]
     for caller in callers:
         caller.join(60)
     outcomes = sorted(str(caller.results[0]) for caller in callers)
@@ -376,41 +365,31 @@ def chain(workers, until):
 
 
 @pytest.mark.storage
-def test_list_locks_shows_who_waits_for_whom(chain, capsys):
+def test_list_locks_shows_who_waits_for_whom(chain):
     """A timeout also says what the holder waits for, although nothing deadlocks."""
     with pytest.raises(LockTimeout, match="held by .*, and has waited for 'b' for"):
         db_lock("a", timeout=0.5).acquire()
-    call_command("list_locks", "--waiting")
-    lines = capsys.readouterr().out.splitlines()
+    lines = run("list_locks", "--waiting").splitlines()
     (at,) = (number for number, line in enumerate(lines) if line.startswith("a "))
-    assert re.fullmatch(
-        r"    its holder \S+:\d+:\S+ has waited for 'b' for .*", lines[at + 1]
-    )
+    said = r"    its holder \S+:\d+:\S+ has waited for 'b' for .*"
+    assert re.fullmatch(said, lines[at + 1])
     assert lines[-1].endswith(", exclusive, holds 'a'")
-    call_command("list_locks", "--waiting", "--json")
-    first, second = json.loads(capsys.readouterr().out)
+    first, second = listed("--waiting").values()
     assert first["holders_wait_for"] == ["b"]
     assert second["holders_wait_for"] == []
     assert second["queue"][0]["holds"] == ["a"]
 
 
 @pytest.mark.front
-@pytest.mark.django_db(transaction=True)
 def test_the_admin_shows_who_waits_for_whom(chain, admin_client):
-    pages = {
-        key: admin_client.get(f"/admin/dlocks/resourcelock/{key}/change/")
-        for key in "ab"
-    }
-    assertContains(pages["a"], "has waited for")
-    assertContains(pages["a"], 'href="/admin/dlocks/resourcelock/b/change/"')
-    assertContains(pages["b"], 'href="/admin/dlocks/resourcelock/a/change/"')
-    live = admin_client.get("/admin/dlocks/resourcelock/")
-    assertContains(live, 'holds <bdi class="dlocks-key">a</bdi>')
-    for page in (*pages.values(), live):
-        # The owners in the claim's row control the holds.
-        for held in LockClaim.objects.get(version__isnull=True).holding.split('"'):
-            if len(held) == 32:
-                assertNotContains(page, held)
+    a, b, live = (page(admin_client.get(at)) for at in (detail("a"), detail("b"), LIST))
+    assert "has waited for" in a
+    assert f'href="{detail("b")}"' in a
+    assert f'href="{detail("a")}"' in b
+    assert 'holds <bdi class="dlocks-key">a</bdi>' in live
+    # The owners in the claim's row control the holds.
+    for held in LockClaim.objects.get(version__isnull=True).holding.split('"'):
+        assert len(held) != 32 or held not in a + b + live
 
 
 # Locks of sessions.

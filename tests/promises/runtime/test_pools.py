@@ -56,17 +56,15 @@ def pooled(doomed):
 
 
 # Whether a holder queries, and has a connection since before its wait.
-POLICIES = [
-    *(
-        {"query_before": before, "query": True}
-        for before in ("never", "always", "sometimes")
-    ),
-    {"query_before": "never", "query": False, "close": True},
-]
 IN_THREADS = [
+    {},
     *({"kind": kind} for kind in ("unfair", "several", "semaphore")),
     *({"using": using} for using in ("optimistic", "insert", "quiet")),
-    *POLICIES,
+    *(
+        {"query_before": when, "query": True}
+        for when in ("never", "always", "sometimes")
+    ),
+    {"query_before": "never", "query": False, "close": True},
 ]
 IN_COROUTINES = [
     {"query_before": "sometimes", "query": True, "context": context}
@@ -88,8 +86,7 @@ def test_more_threads_than_pooled_connections_take_turns(pooled, doomed):
         "OPTIONS": {"listen": False},
     }
     process, times = pooled(3, quiet=quiet), volume(12)
-    turns = [(jobs.take_turns_in_threads, {})]
-    turns += [(jobs.take_turns_in_threads, options) for options in IN_THREADS]
+    turns = [(jobs.take_turns_in_threads, options) for options in IN_THREADS]
     turns += [(jobs.take_turns_in_coroutines, options) for options in IN_COROUTINES]
     for take_turns, options in turns:
         granted, _seconds, errors = process.call(take_turns, 6, times, **options)

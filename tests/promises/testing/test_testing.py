@@ -32,6 +32,7 @@ from dlocks.testing import (
 )
 from tests import pages
 from tests.for_each import for_each
+from tests.promises.received import received
 from tests.scripts import ROOT
 from tests.sync_and_async import sync_and_async
 from tests.timing import in_time
@@ -109,18 +110,14 @@ def test_a_lease_of_every_kind_can_be_lost(lock):
 @EVERY
 def test_a_lost_lease_is_reported_at_once_as_a_takeover(using):
     told = []
-    receiver = lambda hold, **kwargs: told.append(hold)  # noqa: E731
-    lock_lost.connect(receiver)
-    try:
-        with pytest.raises(LockLost, match="took it over"):
-            with db_lock("stock:7", using=using, on_lost=told.append) as hold:
-                lose(hold)
-                assert told == [hold, hold]
-                assert not hold.held
-                with db_lock("other", using=using):
-                    pass
-    finally:
-        lock_lost.disconnect(receiver)
+    lock = db_lock("stock:7", using=using, on_lost=told.append)
+    with received(lock_lost, lambda hold, **_: told.append(hold)):
+        with pytest.raises(LockLost, match="took it over"), lock as hold:
+            lose(hold)
+            assert told == [hold, hold]
+            assert not hold.held
+            with db_lock("other", using=using):
+                pass
     with db_lock("stock:7", using=using, timeout=0) as after:
         assert after.token > hold.token + 1
 
@@ -227,10 +224,8 @@ async def test_waiting_advances_a_frozen_clock_at_once(do):
 
 @pytest.mark.usefixtures("memory_locks")
 def test_a_tick_renews_due_leases_and_detects_losses(frozen_lock_clock):
-    kept, left = (
-        db_lock("kept", ttl=30).acquire(),
-        db_lock("left", ttl=30, renew=False).acquire(),
-    )
+    kept = db_lock("kept", ttl=30).acquire()
+    left = db_lock("left", ttl=30, renew=False).acquire()
     for _ in range(10):
         frozen_lock_clock.tick(11)
         assert kept.remaining == 30
@@ -265,6 +260,14 @@ def test_a_wait_on_a_frozen_clock_soon_needs_no_connection(until):
     until(lambda: "dlocks-waiting" not in {one.name for one in threading.enumerate()})
 
 
+def pass_tests(*cases):
+    """Run the tests of some classes, which pass. Return the number of tests."""
+    load = unittest.defaultTestLoader.loadTestsFromTestCase
+    result = unittest.TestSuite(map(load, cases)).run(unittest.TestResult())
+    assert result.errors + result.failures == []
+    return result.testsRun
+
+
 def test_a_hold_left_by_a_class_does_not_affect_the_next():
     """Otherwise the next class would enter a hold that no longer excludes.
 
@@ -285,10 +288,7 @@ def test_a_hold_left_by_a_class_does_not_affect_the_next():
                 self.assertIsNot(hold, left[0])
                 self.assertTrue(db_lock("left").locked())
 
-    for case in (First, Second):
-        result = unittest.TestResult()
-        unittest.defaultTestLoader.loadTestsFromTestCase(case).run(result)
-        assert result.errors + result.failures == []
+    pass_tests(First, Second)
     assert not left[0].held
 
 
@@ -298,17 +298,9 @@ def test_a_hold_left_by_a_class_does_not_affect_the_next():
 def test_the_documented_test_cases_pass():
     page = pages.run("how-to/testing")
     assert page.SimpleTestCase is SimpleTestCase
-    suite = unittest.TestSuite(
-        unittest.defaultTestLoader.loadTestsFromTestCase(value)
-        for value in vars(page).values()
-        if isinstance(value, type)
-        and issubclass(value, SimpleTestCase)
-        and value is not SimpleTestCase
-    )
-    assert suite.countTestCases() == 7
-    result = unittest.TestResult()
-    suite.run(result)
-    assert result.errors + result.failures == []
+    classes = [value for value in vars(page).values() if isinstance(value, type)]
+    cases = [one for one in classes if issubclass(one, SimpleTestCase)]
+    assert pass_tests(*(one for one in cases if one is not SimpleTestCase)) == 7
 
 
 def test_the_order_of_the_fixtures_does_not_matter(lock_held_elsewhere, db):
@@ -326,9 +318,8 @@ def test_the_documented_fixtures_work(tmp_path):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     installed = tmp_path / "dlocks-0.dist-info"
     installed.mkdir()
-    (installed / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: dlocks\nVersion: 0\n"
-    )
+    metadata = "Metadata-Version: 2.1\nName: dlocks\nVersion: 0\n"
+    (installed / "METADATA").write_text(metadata)
     ((name, module),) = project["entry-points"]["pytest11"].items()
     (installed / "entry_points.txt").write_text(f"[pytest11]\n{name} = {module}\n")
     (tmp_path / "settings.py").write_text(
