@@ -12,8 +12,6 @@ import itertools
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 
-from django.db import connections
-
 from dlocks import db_semaphore
 
 _numbers = itertools.count()
@@ -37,30 +35,17 @@ class Waiter:
     done = cancelled
 
 
-class Thread:
-    """A thread that makes the requests of methods that are no coroutines."""
-
-    def __init__(self):
-        self._executor = ThreadPoolExecutor(1)
-
-    def call(self, function, *arguments):
-        return self._executor.submit(function, *arguments).result()
-
-    def end(self):
-        self.call(connections.close_all)
-        self._executor.shutdown()
-
-
 class Primitive:
     """A semaphore of dlocks with the methods of ``asyncio``.
 
     ``spare`` permits are held by another caller until they are released.
     """
 
-    # The alias of the DLOCKS setting, the thread, and the primitives of the test.
+    # The alias of the DLOCKS setting, and the primitives of the test.
     using = "default"
-    thread: Thread
     made: list = []
+    # A thread that makes the requests of methods that are no coroutines.
+    thread: ThreadPoolExecutor
 
     def __init__(self, value, spare=0):
         key = f"conformance:{next(_numbers)}"
@@ -71,10 +56,13 @@ class Primitive:
         self._permits, self._held, self._waiters = value, deque(), deque()
         # The number of cancelled tasks that have not ended.
         self._leaving = 0
-        self._spare = [self.thread.call(self._lock.acquire) for _ in range(spare)]
+        self._spare = [self._call(self._lock.acquire) for _ in range(spare)]
         # All holds so far. The first one can be asked for the length of the queue.
         self._all = list(self._spare)
         self.made.append(self)
+
+    def _call(self, function):
+        return self.thread.submit(function).result()
 
     def __repr__(self):
         state = "locked" if self.locked() else f"unlocked{self._shown_value()}"
@@ -110,13 +98,13 @@ class Primitive:
             self._permits += 1
         else:
             raise self._error
-        self.thread.call(hold.release)
+        self._call(hold.release)
 
     def locked(self):
         """Return whether the next caller would have to wait."""
-        hold = None if self._waiters else self.thread.call(self._lock.try_acquire)
+        hold = None if self._waiters else self._call(self._lock.try_acquire)
         if hold is not None:
-            self.thread.call(hold.release)
+            self._call(hold.release)
         return hold is None
 
     async def __aenter__(self):
@@ -125,14 +113,11 @@ class Primitive:
     async def __aexit__(self, *_):
         self.release()
 
-    def _queue_length(self):
-        return self._all[0].queue_length()
-
     @property
     def _value(self):
         granted = 0
         if self._waiters:
-            granted = len(self._waiters) - self.thread.call(self._queue_length)
+            granted = len(self._waiters) - self._call(self._all[0].queue_length)
         return self._permits - len(self._held) - granted
 
     async def settle(self, waiters=None):

@@ -11,7 +11,7 @@ import functools
 import inspect
 import threading
 import unittest
-from _thread import start_new_thread
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -87,39 +87,28 @@ class Threads:
     """
 
     def __init__(self):
-        self._changed, self._over = threading.Condition(), threading.Event()
-        # The functions that run, and the threads that have not ended.
-        self._running = self._alive = 0
-
-    def _count(self, *, running=0, alive=0):
-        with self._changed:
-            self._running += running
-            self._alive += alive
-            self._changed.notify_all()
-
-    def _wait(self, condition):
-        with self._changed:
-            assert self._changed.wait_for(condition, 30), "a thread did not end"
+        self._started, self._over = [], threading.Event()
 
     def start_new_thread(self, function, arguments):
+        is_done = threading.Event()
+
         def run():
             try:
-                try:
-                    function(*arguments)
-                finally:
-                    connections.close_all()
-                    self._count(running=-1)
-                self._over.wait()
+                function(*arguments)
             finally:
-                self._count(alive=-1)
+                connections.close_all()
+                is_done.set()
+            self._over.wait()
 
-        self._count(running=1, alive=1)
-        return start_new_thread(run, ())
+        thread = threading.Thread(target=run, daemon=True)
+        self._started.append((thread, is_done))
+        thread.start()
 
     @contextmanager
     def wait_threads_exit(self, timeout=None):
         yield
-        self._wait(lambda: not self._running)
+        for _, is_done in list(self._started):
+            assert is_done.wait(30), "a function did not end"
 
     def threading_setup(self):
         return ()
@@ -129,7 +118,9 @@ class Threads:
 
     def end(self):
         self._over.set()
-        self._wait(lambda: not self._alive)
+        for thread, _ in self._started:
+            thread.join(30)
+            assert not thread.is_alive()
 
 
 @pytest.fixture
@@ -177,19 +168,18 @@ def test_the_locks_pass_the_tests_of_threading(case, name):
 @pytest.fixture
 def asyncio_on_dlocks(monkeypatch, using):
     """Let the tests of ``asyncio`` use dlocks, and release what they leave."""
-    made, thread = [], asyncio_locks.Thread()
-    monkeypatch.setattr(asyncio_locks.Primitive, "using", using)
-    monkeypatch.setattr(asyncio_locks.Primitive, "made", made)
-    monkeypatch.setattr(asyncio_locks.Primitive, "thread", thread, raising=False)
+    made, primitive = [], asyncio_locks.Primitive
+    monkeypatch.setattr(primitive, "using", using)
+    monkeypatch.setattr(primitive, "made", made)
     names = ("Lock", "Semaphore", "BoundedSemaphore", "sleep")
     replaced = {name: getattr(asyncio_locks, name) for name in names}
-    monkeypatch.setattr(
-        test_locks, "asyncio", SimpleNamespace(**{**vars(asyncio), **replaced})
-    )
-    yield
-    for primitive in made:
-        primitive.end()
-    thread.end()
+    replaced = SimpleNamespace(**{**vars(asyncio), **replaced})
+    monkeypatch.setattr(test_locks, "asyncio", replaced)
+    with ThreadPoolExecutor(1) as primitive.thread:
+        yield
+        for one in made:
+            one.end()
+        primitive.thread.submit(connections.close_all)
 
 
 @pytest.mark.parametrize("using", ["default", "memory"])

@@ -32,6 +32,7 @@ from dlocks.models import HoldRecord, ResourceLock
 from tests.internals import backends, callers, schemas
 from tests.tenants.models import Client, Domain
 from tests.tenants.settings import DATABASE
+from tests.timing import eventually
 
 SERVER = {"host": "127.0.0.1", "port": os.environ["DLOCKS_TEST_PORT"], "user": "dlocks"}
 
@@ -121,8 +122,7 @@ def new_key_in_a_transaction():
 def every_kind():
     """Use locks of each kind with each backend.
 
-    These are a lease, several keys, a semaphore, guarded commits, and a lock in
-    transaction scope.
+    These are a lease, several keys, a semaphore, a guard, and transaction scope.
     """
     done = []
     with tenant("globex"):
@@ -166,22 +166,18 @@ def guarded_on_another_alias():
 
 def handed_over_to_another_tenant():
     """Queue a waiter in globex behind a holder in acme until the handover."""
-    order, queued = [], threading.Event()
+    order = []
 
     def wait():
-        with tenant("globex"):
-            queued.set()
-            with db_lock("shared", timeout=20) as hold:
-                order.append(("globex", hold.waited > 0, hold.takeover))
+        with tenant("globex"), db_lock("shared", timeout=20) as hold:
+            order.append(("globex", hold.waited > 0, hold.takeover))
         connection.close()
 
     with tenant("acme"):
         with db_lock("shared") as hold:
             waiter = threading.Thread(target=wait)
             waiter.start()
-            queued.wait(20)
-            while not hold.queue_length():
-                threading.Event().wait(0.01)
+            eventually(hold.queue_length)
             order.append(("acme", False, hold.takeover))
         waiter.join(20)
     return order
@@ -204,8 +200,7 @@ def seen_by_the_commands():
     store.grace, grace = 0.0, store.grace
     try:
         with tenant("acme"):
-            while not (stale := db_lock("left").holder().stale):
-                threading.Event().wait(0.01)
+            stale = eventually(lambda: db_lock("left").holder().stale)
             call_command("reap_locks", stdout=StringIO())
     finally:
         store.grace = grace
