@@ -15,6 +15,7 @@ from django.db import connection
 from dlocks import LockBackendError, db_lock, db_semaphore
 from tests.finalizers import by_finalizer
 from tests.for_each import for_each
+from tests.promises.locks.keys import await_renewal
 from tests.volume import volume
 
 pytest_plugins = ["tests.promises.stops"]
@@ -181,7 +182,7 @@ def test_a_finalizer_in_a_renewal_does_not_stop_renewals(interrupted, until):
     with db_lock("stock:7", using=using, ttl=0.9) as hold:
         interrupted(by_finalizer(inner), using)
         until(lambda: len(errors) == 2)
-        time.sleep(1.0)
+        await_renewal(hold)
         hold.check()
     assert "MainThread" not in errors
 

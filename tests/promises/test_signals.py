@@ -4,7 +4,6 @@ import contextlib
 import dis
 import itertools
 import sys
-import time
 from functools import partial
 from pathlib import Path
 from types import CodeType
@@ -15,6 +14,7 @@ from django.db import transaction
 import dlocks
 from dlocks import LockLost, db_lock, resume_hold, shutdown
 from dlocks.testing import undo_shutdown
+from tests.promises.locks.keys import await_renewal
 
 pytest_plugins = ["tests.moments"]
 pytestmark = [pytest.mark.front, pytest.mark.django_db(transaction=True)]
@@ -92,7 +92,7 @@ def test_an_interrupt_at_a_commit_does_not_stop_the_renewals(
         if not strike_in_dlocks(number, commit, within=PARTS_OF_A_COMMIT):
             break
     assert number > 10
-    time.sleep(1.2)
+    await_renewal(other)
     assert other.held
     in_other_thread(other.release)
 

@@ -63,8 +63,7 @@ def test_renewal_stops_at_max_hold(until, stops):
     lost, took = [], [0.0]
 
     def measured(usual, claims):
-        began = time.monotonic()
-        left = usual()
+        began, left = time.monotonic(), usual()
         took.append(time.monotonic() - began)
         return left
 
@@ -111,7 +110,7 @@ def test_a_lost_hold_is_reported_in_every_way(until, caplog, signalled):
 
 
 def test_a_renewal_error_is_no_loss_before_the_deadline(stops, until, caplog):
-    def fail(usual, claims):
+    def fail(*_):
         raise LockBackendError("could not ask")
 
     stops.replace("renew", fail)
@@ -180,18 +179,15 @@ def test_a_late_renewal_by_another_thread_does_not_end_a_longer_lease(stops, thr
         usual()
         raise LockBackendError("the reply was lost")
 
-    def renew():
-        with pytest.raises(LockBackendError, match="the reply was lost"):
-            hold.renew()
-
     stops.replace("renew", answer)
-    late = threads(renew)
+    late = threads(hold.renew)
     assert begun.wait(20)
     longer = threads(partial(hold.renew, ttl=300))
     # It waits for the first one, or is done without it.
     longer.done.wait(1)
     goes_on.set()
-    late.join(20)
+    with pytest.raises(LockBackendError, match="the reply was lost"):
+        late.join(20)
     longer.join(20)
     assert hold.remaining < row("stock:7").seconds_left + 1
     hold.release()
@@ -205,12 +201,7 @@ def stopped_clock(stops):
 
 
 def test_the_deadline_counts_from_before_the_request_was_sent(stops, stopped_clock):
-    def slowly(usual, claim):
-        grant = usual()
-        stopped_clock.tick(4)
-        return grant
-
-    stops.replace("acquire", slowly)
+    stops.replace("acquire", slow(stopped_clock.tick, 4))
     hold = db_lock("stock:7", using="memory", ttl=10, renew=False).acquire()
     assert hold.remaining == pytest.approx(6)
     stopped_clock.tick(5.9)
@@ -276,16 +267,21 @@ def test_a_renewal_is_due_after_a_third_of_the_ttl():
             in_time(4 - await_renewal(hold), 1.0)
 
 
+def slow(pause, seconds):
+    """Return a request whose reply takes some seconds."""
+
+    def request(usual, *_):
+        answer = usual()
+        pause(seconds)
+        return answer
+
+    return request
+
+
 def test_a_slow_renewal_counts_from_its_request(stops, stopped_clock):
     """A renewal whose reply takes 4 s is 4 s shorter for its holder."""
-
-    def slowly(usual, claims):
-        left = usual()
-        stopped_clock.tick(4)
-        return left
-
     lock = db_lock("stock:7", using="memory", ttl=10, renew=False)
-    with lock as hold, stops.replace("renew", slowly):
+    with lock as hold, stops.replace("renew", slow(stopped_clock.tick, 4)):
         stopped_clock.tick(5)
         assert hold.remaining == pytest.approx(5)
         hold.renew()
@@ -293,12 +289,7 @@ def test_a_slow_renewal_counts_from_its_request(stops, stopped_clock):
 
 
 def test_a_slow_renewal_in_the_background_counts_from_its_request(stops):
-    def slowly(usual, claims):
-        left = usual()
-        time.sleep(0.6)
-        return left
-
-    stops.replace("renew", slowly)
+    stops.replace("renew", slow(time.sleep, 0.6))
     with db_lock("stock:7", using="memory", ttl=3.0) as hold:
         await_renewal(hold)
         assert hold.remaining <= 2.4
@@ -366,15 +357,13 @@ def hold_in_parent_and_child(pipe):
         if (child := os.fork()) == 0:
             try:
                 with db_lock("child", using="brisk", ttl=1.2) as mine:
-                    time.sleep(1.5)
-                    mine.check()
+                    await_renewal(mine)
+                    await_renewal(mine)
                 os._exit(0)
             finally:
                 os._exit(1)
-        time.sleep(1.0)
-        status = os.waitpid(child, 0)[1]
-        hold.check()
-    return status
+        await_renewal(hold)
+        return os.waitpid(child, 0)[1]
 
 
 @pytest.mark.engine("postgresql", "mariadb")
@@ -471,11 +460,9 @@ def test_a_loss_is_reported_in_time_if_the_server_is_silent(silence):
 
 def test_a_hold_ends_at_its_deadline_before_its_loss_is_reported(silence, until):
     """The reply to a renewal is awaited for a second, and nothing is certain then."""
+    lock = db_lock("stock:7", using="brisk", ttl=0.6)
     # The key is released, unless the loss was reported meanwhile.
-    with (
-        contextlib.suppress(LockLost),
-        db_lock("stock:7", using="brisk", ttl=0.6) as hold,
-    ):
+    with contextlib.suppress(LockLost), lock as hold:
         deadline = time.monotonic() + hold.remaining
         assert silence.wait(10)
         until(lambda: time.monotonic() > deadline)
@@ -485,19 +472,17 @@ def test_a_hold_ends_at_its_deadline_before_its_loss_is_reported(silence, until)
 def test_a_loss_is_reported_while_other_renewals_are_running(stops, until):
     """The next renewal is due as soon as the last one ends."""
     stops.replace("renew", lambda usual, _: (time.sleep(1.1), usual())[1])
-    told = []
-    with db_lock("busy", using="brisk", ttl=3.0) as busy:
-        with pytest.raises(LockLost, match="max_hold"):
-            with db_lock(
-                "stock:7", using="brisk", ttl=3.0, max_hold=1.5, on_lost=told.append
-            ):
-                until(lambda: told)
+    told, policy = [], {"using": "brisk", "ttl": 3.0}
+    bounded = db_lock("stock:7", max_hold=1.5, on_lost=told.append, **policy)
+    with db_lock("busy", **policy) as busy:
+        with pytest.raises(LockLost, match="max_hold"), bounded:
+            until(lambda: told)
         busy.check()
 
 
 def test_a_silent_server_does_not_stop_renewals_on_another(silence):
-    told = threading.Event()
-    silent = db_lock("stock:7", using="brisk", on_lost=lambda hold: told.set())
+    told = queue.SimpleQueue()
+    silent = db_lock("stock:7", using="brisk", on_lost=told.put)
     with db_lock("stock:7", using="memory", ttl=3.0) as other:
         with pytest.raises(LockLost), silent as hold:
             assert silence.wait(10)
@@ -506,9 +491,9 @@ def test_a_silent_server_does_not_stop_renewals_on_another(silence):
             # either.
             with transaction.atomic():
                 with db_lock("another", using="memory", scope="lease"):
-                    assert not told.is_set()
+                    assert told.empty()
             # The deadline comes first, and a release may still succeed then.
-            assert told.wait(10)
+            told.get(timeout=10)
             assert not hold.held
         other.check()
 
@@ -542,16 +527,14 @@ def test_a_loss_is_reported_if_no_thread_can_be_started(monkeypatch, until):
 
 def test_a_slow_release_of_a_lost_hold_delays_no_other_loss(stops, in_other_thread):
     """A lease that was left in a transaction has reached its ``max_hold``."""
-    lost = threading.Event()
-    other = db_lock(
-        "other", using="memory", max_hold=1.5, on_lost=lambda hold: lost.set()
-    )
+    lost = queue.SimpleQueue()
+    other = db_lock("other", using="memory", max_hold=1.5, on_lost=lost.put)
     in_other_thread(other.acquire)
     with transaction.atomic():
         with db_lock("stock:7", using="memory", max_hold=1):
             stop = stops.at("release", "memory")
         stop.wait()
-        assert lost.wait(20)
+        lost.get(timeout=20)
         stop.go_on()
 
 
