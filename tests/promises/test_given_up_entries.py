@@ -117,19 +117,17 @@ def test_an_entry_that_a_detach_refuses_does_not_keep_the_hold(
     # Without renewals, so that the stop is in the detach.
     lock = db_lock("a", using=using, renew=False)
     hold = lock.acquire()
-    others = []
+    detaching, others = stops.at("renew", using), []
 
     def leave_and_detach():
         threads(hold.release).join(20)
-        detaching.append(stops.at("renew", using))
         others.append(threads(hold.detach))
-        detaching[0].wait()
+        detaching.wait()
 
-    detaching = []
     stops.call("verify", leave_and_detach)
     with pytest.raises(LockLost):
         lock.acquire()
-    detaching[0].go_on(LockBackendError("The server does not respond."))
+    detaching.go_on(LockBackendError("The server does not respond."))
     with pytest.raises(LockBackendError):
         others[0].join(20)
     assert hold.count == 0

@@ -115,12 +115,6 @@ def test_a_guard_of_a_hold_that_was_left_keeps_the_key(using, paused, is_busy, u
     until(lambda: not is_busy("a", using), 1.0)
 
 
-def taken_over(key, in_other_thread):
-    """Let another caller acquire a key, which an operator has released."""
-    clear(key)
-    return in_other_thread(db_lock(key, timeout=20).acquire)
-
-
 # SQLite has one writer, which is the guard.
 @pytest.mark.engine("postgresql", "mariadb", "mysql")
 @for_each("use", ["check", "renew", "acquire", "release"])
@@ -144,21 +138,15 @@ def test_a_caller_learns_of_a_loss_beside_a_guard_that_has_not_begun(
 
     guarding = threads(guard)
     begins.wait()
-    other = taken_over("a", in_other_thread)
-
-    def let_guard_go_on():
-        # The use waits for the guard, or is done without it.
-        used.wait(1)
-        begins.go_on()
-
-    used = threading.Event()
-    letting = threads(let_guard_go_on)
-    try:
-        with pytest.raises(LockLost):
-            uses[use]()
-    finally:
-        used.set()
-        letting.join(20)
+    clear("a")
+    other = in_other_thread(db_lock("a", timeout=20).acquire)
+    # The use waits for the guard, or is done without it.
+    letting = threading.Timer(1, begins.go_on)
+    letting.start()
+    with pytest.raises(LockLost):
+        uses[use]()
+    letting.cancel()
+    begins.go_on()
     guarding.join(20)
     assert lost == []
     other.check()

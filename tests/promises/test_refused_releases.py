@@ -29,14 +29,20 @@ def reported(signalled):
 def test_a_refused_release_changes_nothing(keys, entries, in_other_thread, reported):
     """Another thread cannot release or check a hold of this thread's transaction.
 
-    The attempt raises RuntimeError. The hold stays as it was, however often it was
-    entered, and its own thread still checks and releases it.
+    Nor can it use the hold in a block. The attempt raises RuntimeError. The hold stays
+    as it was, however often it was entered, and its own thread still checks and
+    releases it.
     """
+
+    def use_in_block():
+        with hold:
+            pass
+
     lock = db_lock(*keys)
     with transaction.atomic():
         for _ in range(entries):
             hold = lock.acquire()
-        for use in (hold.release, hold.check, hold.release):
+        for use in (hold.release, hold.check, use_in_block, hold.release):
             with pytest.raises(RuntimeError, match="Only that thread can use the hold"):
                 in_other_thread(use)
         assert hold.held
@@ -51,22 +57,6 @@ def test_a_refused_release_changes_nothing(keys, entries, in_other_thread, repor
     assert not reported
 
 
-def test_a_refused_block_end_changes_nothing(in_other_thread):
-    """A ``with hold:`` in another thread cannot end a hold of this transaction."""
-
-    def work():
-        with hold:
-            pass
-
-    with transaction.atomic():
-        hold = db_lock("stock:7").acquire()
-        with pytest.raises(RuntimeError, match="Only that thread can use the hold"):
-            in_other_thread(work)
-        with hold:
-            hold.check()
-        assert not hold.held
-
-
 @KEYS
 @for_each("end", ["commit", "rollback"])
 def test_a_release_after_the_transaction_does_nothing(
@@ -75,12 +65,15 @@ def test_a_release_after_the_transaction_does_nothing(
     """The work was committed under the lock, or it was undone.
 
     So ``release()`` neither raises LockLost nor reports a loss. It may be called more
-    than once and from any thread, also inside the next transaction.
+    than once and from any thread, in a callback of ``on_commit()``, and inside the next
+    transaction.
     """
-    for later in ("at once", "in the next transaction", "in another thread"):
+    for later in ("on_commit", "in the next transaction", "in another thread"):
         told = []
-        with suppress(UndoneError), transaction.atomic():
+        with suppress(UndoneError), transaction.atomic(), transaction.atomic():
             hold = db_lock(*keys, on_lost=told.append).acquire()
+            if later == "on_commit":
+                transaction.on_commit(hold.release)
             if end == "rollback":
                 raise UndoneError
         assert not hold.held
@@ -95,15 +88,6 @@ def test_a_release_after_the_transaction_does_nothing(
     assert not reported
     with db_lock(*keys, timeout=0):
         pass
-
-
-def test_a_release_in_on_commit_does_nothing(reported):
-    """A callback of ``on_commit()`` runs when the database has freed the key."""
-    with transaction.atomic(), transaction.atomic():
-        hold = db_lock("stock:7").acquire()
-        transaction.on_commit(hold.release)
-    assert not hold.held
-    assert not reported
 
 
 @for_each("end", ["savepoint", "connection"])

@@ -265,8 +265,7 @@ def test_commands_do_not_wait_for_a_row_locked_by_a_transaction(in_other_thread)
 @pytest.fixture
 def held(settings, in_other_thread, threads):
     """Return a function that holds a lock in another thread."""
-    memory = {"BACKEND": "dlocks.backends.memory.MemoryBackend"}
-    memory["OPTIONS"] = {"prefix": "a:"}
+    memory = {**settings.DLOCKS["memory"], "OPTIONS": {"prefix": "a:"}}
     settings.DLOCKS = {**settings.DLOCKS, "memory": memory}
     holds = []
 
@@ -276,7 +275,7 @@ def held(settings, in_other_thread, threads):
 
     yield hold
     for one in holds:
-        in_other_thread(one.release)
+        one.release()
 
 
 MEMORY = ("--using", "memory")
