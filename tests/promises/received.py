@@ -1,4 +1,4 @@
-"""Receivers of the signals of dlocks."""
+"""Receivers of signals."""
 
 from contextlib import contextmanager
 

@@ -120,24 +120,6 @@ async def test_a_coroutine_closed_in_a_wait_keeps_what_its_task_held(
     await asyncio.to_thread(until, lambda: not is_busy("a", using=using), 5)
 
 
-def slow_grants(stops):
-    """Let grants arrive late.
-
-    Return the events of the next grant, and that by which a test lets it arrive.
-    """
-    granted, arrives = threading.Event(), threading.Event()
-
-    def arrive(usual, *_):
-        answer = usual()
-        granted.set()
-        arrives.wait(30)
-        return answer
-
-    for name in ("acquire", "acquire_all"):
-        stops.replace(name, arrive)
-    return granted, arrives
-
-
 LOCKS = {
     "one key": lambda **options: db_lock("a", **options),
     "several keys": lambda **options: db_lock("a", "b", **options),
@@ -153,8 +135,16 @@ async def test_a_coroutine_closed_in_a_request_leaves_nothing(
     using, lock_of, as_block, stops, until, is_busy
 ):
     """The backend grants the lock, and the reply comes after the end."""
-    granted, arrives = slow_grants(stops)
-    lock = lock_of(using=using)
+    granted, arrives, lock = threading.Event(), threading.Event(), lock_of(using=using)
+
+    def arrive(usual, *_):
+        answer = usual()
+        granted.set()
+        arrives.wait(30)
+        return answer
+
+    for name in ("acquire", "acquire_all"):
+        stops.replace(name, arrive)
 
     async def work():
         if as_block:

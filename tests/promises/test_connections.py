@@ -18,6 +18,7 @@ from dlocks import LockError, LockTimeout, db_lock, db_rwlock, db_semaphore
 from dlocks.testing import abandoned, held_elsewhere
 from tests import jobs
 from tests.processes import on_database
+from tests.promises.received import received
 from tests.servers import PgBouncer
 from tests.settings import PORT
 from tests.sync_and_async import Async, Sync
@@ -252,15 +253,12 @@ def settings_of_sessions(pipe):
             found[name] = str(cursor.fetchone()[0])
 
     connection.close()
-    connection_created.connect(read)
-    try:
+    with received(connection_created, read):
         with transaction.atomic(), db_lock("stock:7", scope="lease", release_at="exit"):
             pass
         with ThreadPoolExecutor(1, "other") as pool:
             with suppress(LockTimeout):
                 pool.submit(db_lock("stock:8", timeout=0.2).acquire).result()
-    finally:
-        connection_created.disconnect(read)
     return found
 
 

@@ -123,13 +123,13 @@ def test_an_exit_handler_waits_for_a_key():
     # The thread that serves waiting callers may end with an open connection.
     done = run(
         """
-        waiting, entered = threading.Event(), threading.Event()
+        entered, lock = threading.Event(), db_lock("stock:7", timeout=10)
 
         def work():
             with db_lock("stock:7"):
                 entered.set()
-                waiting.wait()
-                time.sleep(0.1)
+                while not lock.waiters():
+                    time.sleep(0.01)
             connections.close_all()
 
         threading.Thread(target=work, daemon=True).start()
@@ -137,9 +137,8 @@ def test_an_exit_handler_waits_for_a_key():
 
         @atexit.register
         def handler():
-            assert db_lock("stock:7").try_acquire() is None
-            waiting.set()
-            with db_lock("stock:7", timeout=10) as hold:
+            assert lock.try_acquire() is None
+            with lock as hold:
                 print(hold.held)
         """,
         quiet=False,

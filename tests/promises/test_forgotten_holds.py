@@ -4,7 +4,6 @@ import asyncio
 import gc
 import itertools
 import sys
-import threading
 import weakref
 
 import pytest
@@ -104,7 +103,7 @@ async def test_what_a_task_that_is_done_has_acquired_is_forgotten_after_its_end(
 
 def test_responses_that_the_garbage_collector_finds_do_not_stop_the_renewals(until):
     """It runs in any thread, such as the one that looks after all holds."""
-    errors, before, hook = [], gc.get_threshold(), threading.excepthook
+    before = gc.get_threshold()
 
     def answer(number):
         response = StreamingHttpResponse(iter(["text"]))
@@ -113,14 +112,11 @@ def test_responses_that_the_garbage_collector_finds_do_not_stop_the_renewals(unt
         locked_view(f"stock:{number}", **IN_MEMORY)(lambda request: response)(None)
 
     try:
-        threading.excepthook = lambda args: errors.append(args.exc_value)
         gc.set_threshold(50, 2, 2)
         for number in range(RESPONSES):
             answer(number)
     finally:
         gc.set_threshold(*before)
-        threading.excepthook = hook
-    assert errors == []
     locks = [db_lock(f"stock:{number}", **IN_MEMORY) for number in range(RESPONSES)]
 
     def are_released():

@@ -174,12 +174,11 @@ def wait_in_threads(pipe):
 
     Return the child's answer, and the sessions of the idle thread before and after.
     """
-    outcomes = queue.SimpleQueue()
-    forked = threading.Event()
+    outcomes, has_forked = queue.SimpleQueue(), threading.Event()
 
     def idle():
         outcomes.put(session())
-        forked.wait(60)
+        has_forked.wait(60)
         outcomes.put(session())
         connection.close()
 
@@ -202,7 +201,7 @@ def wait_in_threads(pipe):
         while not hold.queue_length():
             time.sleep(0.01)
         answer = in_child(child)
-        forked.set()
+        has_forked.set()
         after = outcomes.get(timeout=30)
         hold.renew()
     granted = outcomes.get(timeout=30)

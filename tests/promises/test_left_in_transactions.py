@@ -1,6 +1,5 @@
 """A lease that is left in an open transaction, and entered again meanwhile."""
 
-import threading
 import time
 
 import pytest
@@ -130,24 +129,19 @@ def test_a_hold_is_not_detached_before_the_commit(using, leave_in_transaction):
 
 @pytest.mark.parametrize("using", [USING[0], "memory"])
 def test_the_end_of_a_thread_frees_no_key_before_the_commit(
-    using, leave_in_transaction, threads, is_kept, until
+    using, leave_in_transaction, paused, is_kept, until
 ):
     """The thread that acquired the hold enters it again, and ends without a release."""
-    lock = lock_of("one key", using)
-    acquired, left = threading.Event(), threading.Event()
-    holds = []
+    lock, holds = lock_of("one key", using), []
 
     def acquire_twice():
         holds.append(lock.acquire())
-        acquired.set()
-        assert left.wait(20)
+        yield
         lock.acquire()
 
-    thread = threads(acquire_twice)
-    assert acquired.wait(20)
+    end = paused(acquire_twice)
     commit = leave_in_transaction(holds[0])
-    left.set()
-    thread.join(20)
+    end()
     # The end of a thread is noticed within a second.
     deadline = time.monotonic() + 1.3
     while time.monotonic() < deadline:

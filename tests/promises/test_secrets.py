@@ -38,16 +38,12 @@ def test_a_dump_contains_no_secret_owner(threads, in_queue, tmp_path):
         db_rwlock("doc").read().acquire(),
         db_semaphore("mails", permits=3).acquire(),
     ]
-    ready = threading.Event()
 
     def wait():
-        with db_lock("mine"):
-            ready.set()
-            with db_lock("stock:7", timeout=30):
-                pass
+        with db_lock("mine"), db_lock("stock:7", timeout=30):
+            pass
 
     waiter = threads(wait)
-    assert ready.wait(30)
     in_queue(1)
     holds = ResourceLock.objects.exclude(owner="").values_list("owner", flat=True)
     claims = LockClaim.objects.values_list("owner", flat=True)

@@ -535,14 +535,10 @@ def test_paused_leaders_never_lead_at_the_same_time(doomed):
 
 def next_elected(crowd):
     def elected():
-        return next(
-            (
-                worker
-                for worker in crowd
-                if worker.pipe.poll(0.005) and worker.hear()[0] == "elected"
-            ),
-            None,
-        )
+        for worker in crowd:
+            if worker.pipe.poll(0.005) and worker.hear()[0] == "elected":
+                return worker
+        return None
 
     return eventually(elected)
 
