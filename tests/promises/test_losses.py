@@ -101,10 +101,7 @@ def release(hold, lock):
 @for_each("kind", KINDS)
 @for_each("find", [check, renew, acquire, release_inner, release])
 def test_on_lost_may_acquire_again(kind, find, in_other_thread):
-    """``on_lost`` may acquire the lock again, also if its caller found the loss.
-
-    It then runs in the caller's thread, within the call that found the loss.
-    """
+    """It runs in the thread of its caller, within the call that found the loss."""
     if find in {acquire, release_inner} and not kind.reentrant:
         return
     again, here = [], threading.current_thread()

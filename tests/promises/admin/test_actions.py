@@ -38,7 +38,6 @@ def fail(*args):
 
 @pytest.mark.parametrize("address", [LIST, detail("a")], ids=["list", "key"])
 def test_the_button_clears_only_the_hold_it_was_beside(clearer, address):
-    """A stale hold has a button that clears it, but no later stale hold."""
     rows.held("b")
     rows.free("a")
     assert buttons(page(clearer.get(address))) == []
@@ -103,10 +102,7 @@ def test_stale_locks_are_cleared_and_logged(clearer):
 
 @pytest.mark.driver
 def test_the_stale_action_ends_stale_holds_and_dead_claims(clearer):
-    """'Clear stale locks' ends everything stale on the selected keys.
-
-    Live holds and claims are unchanged.
-    """
+    """Live holds and claims are unchanged."""
     rows.free("catalogue")
     rows.shares("catalogue", 1001)
     rows.stale_share("catalogue", 1002)
@@ -131,10 +127,7 @@ def test_the_stale_action_ends_stale_holds_and_dead_claims(clearer):
 
 @pytest.mark.storage
 def test_a_lock_that_is_renewed_before_the_write_is_not_cleared(boss, settings):
-    """A lock that is renewed or acquired just before the write is not cleared.
-
-    A lock that changes hands then is not released either.
-    """
+    """Nor is one that is acquired then, and one that changes hands is not released."""
     rows.stale("a")
     rows.stale("b")
     rows.held("c")
@@ -217,7 +210,6 @@ def test_select_all_covers_only_the_filtered_locks(boss):
 
 
 def test_messages_name_at_most_ten_locks(clearer):
-    """A message about many locks names only ten of them, as text."""
     keys = ["<script>alert(1)</script>", *(f"k{number:02}" for number in range(11))]
     for key in keys:
         rows.stale(key)
@@ -270,10 +262,7 @@ def test_a_forced_release_needs_a_confirmation(releaser):
 
 
 def test_a_lock_that_changed_hands_since_the_page_is_kept(releaser):
-    """A lock that changed hands after the confirmation page is not released.
-
-    The message names it.
-    """
+    """The message names it."""
     rows.held("a")
     rows.held("b")
     form = fields(act(releaser, FORCE, "a", "b"))

@@ -128,10 +128,7 @@ def test_the_chart_shows_the_contention_of_the_last_hour(historian):
 @pytest.mark.driver
 @pytest.mark.usefixtures("with_history")
 def test_the_timeline_shows_every_hold_of_a_key(historian):
-    """The timeline shows every hold of a key.
-
-    Simultaneous holds are drawn in lanes. A current hold extends to the end.
-    """
+    """Simultaneous holds are drawn in lanes. A current hold extends to the end."""
     rows.ended("a", ago=90, held=10, token=1)
     rows.ended("a", ago=50, held=30, token=2, shared=True, ending="F")
     rows.ended("a", ago=40, held=30, token=3, shared=True, ending="L")

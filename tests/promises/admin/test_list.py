@@ -293,7 +293,7 @@ def test_each_key_shows_its_last_hour(historian, viewer):
 
 
 def test_rows_cannot_be_added_changed_or_deleted(boss):
-    """Not even a superuser can edit rows: every field is read-only."""
+    """Not even by a superuser."""
     rows.held("a")
     for address, data in (
         (f"{LIST}add/", {"key_resource": "b"}),
@@ -388,7 +388,6 @@ def test_the_owner_is_on_no_page(boss):
 @pytest.mark.driver
 @pytest.mark.parametrize("use_tz", [True, False])
 def test_times_are_in_the_current_time_zone(use_tz, settings, boss):
-    """Times are in the current time zone whatever ``USE_TZ`` is."""
     rows.stale("a", begin_time=rows.PAST)
     settings.USE_TZ = use_tz
     shown = r'<time title="2020-01-01 22:04:05">\d+ days</time>'
@@ -402,7 +401,6 @@ def test_times_are_in_the_current_time_zone(use_tz, settings, boss):
 
 
 def test_the_list_reads_the_database_of_the_locks(settings, monkeypatch):
-    """The list reads the database that the default alias uses for its locks."""
     monkeypatch.setitem(connections.settings, "x", connections.settings["default"])
     backend = "dlocks.backends.database.InsertBackend"
     options = {"OPTIONS": {"database": "x"}}

@@ -35,10 +35,7 @@ def facts(record) -> dict[str, object]:
 
 
 def test_a_forced_release_is_in_both_logs_with_its_reason(releaser, audited):
-    """The admin log and one audit line record the release.
-
-    The line names the user, the action, the lock, its token, its holder and the reason.
-    """
+    """The audit names the user, the action, the lock, its token and its holder."""
     rows.held("stock:7")
     form = {**fields(act(releaser, FORCE, "stock:7")), "reason": "  deploy hung  "}
     confirm(releaser, form)
@@ -220,10 +217,7 @@ def test_each_role_sees_only_permitted_pages(role, is_untouched):
 
 @pytest.mark.parametrize("role", MAY)
 def test_a_change_needs_a_post_with_a_csrf_token(role, is_untouched):
-    """Every request that changes something needs the site's CSRF token.
-
-    A GET request changes nothing, even with all form fields in the address.
-    """
+    """A GET request changes nothing, even with all form fields in the address."""
     client, (action,) = client_with_role(role), MAY[role]
     selected, target = forms_of(action)
     for address in (LIST, END, detail(TARGETS[action])):

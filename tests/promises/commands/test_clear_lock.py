@@ -83,10 +83,7 @@ def test_an_invalid_or_unknown_key_is_an_error():
 
 
 def test_stale_only_keeps_live_holds():
-    """``--stale-only`` never clears a live hold.
-
-    With a prefix, ``--using`` clears the key of that prefix.
-    """
+    """With a prefix, ``--using`` clears the key of that prefix."""
     rows.held("a")
     rows.stale("b")
     rows.stale("shop:b")
@@ -145,11 +142,7 @@ def test_odd_keys_are_cleared_and_printed_with_escapes():
 
 
 def test_one_shared_hold_is_ended_by_its_token():
-    """``--share`` ends one shared hold and names its holder.
-
-    The other shared holds are unchanged. ``--stale-only`` never ends the shared hold of
-    a live holder.
-    """
+    """The others are unchanged, and ``--stale-only`` ends none of a live holder."""
     rows.free("catalogue")
     rows.shares("catalogue", 1001, holder="web-1:1:t")
     rows.shares("catalogue", 1002, holder="web-2:1:t")

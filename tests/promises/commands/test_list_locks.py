@@ -83,7 +83,6 @@ def test_keys_and_patterns_filter_the_list():
 
 
 def test_json_has_stable_names():
-    """Monitoring can read every field by its name."""
     rows.held("a\nb")
     unknown = {"begin_time": None, "owner_ip": None}
     rows.write("never", rows.S, rows.PAST, holder="", **unknown)
@@ -239,11 +238,7 @@ def test_a_shared_key_shows_a_live_holder():
 @pytest.mark.engine("postgresql", "mariadb", "mysql")
 @pytest.mark.django_db(transaction=True)
 def test_commands_do_not_wait_for_a_row_locked_by_a_transaction(in_other_thread):
-    """The commands never wait for a transaction that has the row locked.
-
-    ``clear_lock`` says so, ``list_locks`` still lists the row, and ``reap_locks`` skips
-    it.
-    """
+    """``clear_lock`` says so, ``list_locks`` lists it, and ``reap_locks`` skips it."""
     rows.stale("a")
     rows.stale("b")
     rows.free("api")

@@ -225,10 +225,6 @@ def test_the_reaper_audits_only_a_run_with_changes(audited):
 @pytest.mark.engine("postgresql", "mariadb")
 @pytest.mark.django_db(transaction=True)
 def test_the_reaper_ends_no_renewed_shared_hold(workers):
-    """A shared hold that is renewed in time is never lost.
-
-    It makes no difference how often the reaper runs.
-    """
     holders = workers(2)
     for holder in holders:
         holder.start(jobs.hold, ("api", 2), using="brisk", ttl=4.0)

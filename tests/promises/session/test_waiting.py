@@ -301,10 +301,7 @@ def test_a_candidate_that_polls_leads_after_a_leader_that_resigns(observer):
 
 @pytest.mark.engine("mariadb", "mysql")
 def test_no_deprecated_table_is_read(held_elsewhere, threads, in_queue):
-    """``holder()`` and the number of waiters use no deprecated table.
-
-    MySQL has announced the removal of that table.
-    """
+    """MySQL has announced the removal of that table."""
 
     def uses_of_deprecated_table():
         # MariaDB has no such counter, and no other table.
