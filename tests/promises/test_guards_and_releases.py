@@ -155,28 +155,22 @@ def test_a_caller_learns_of_a_loss_beside_a_guard_that_has_not_begun(
 
 # SQLite has one writer, so the two transactions cannot be open together.
 @pytest.mark.engine("postgresql", "mariadb", "mysql")
-def test_a_check_writes_no_lease_in_a_transaction_of_its_caller(stops, threads):
+def test_a_check_writes_no_lease_in_a_transaction_of_its_caller(stops, threads, paused):
     """A guard in another thread begins and ends during the check.
 
     Otherwise no caller could renew or guard the hold before that transaction ends.
     """
     hold = db_lock("a", scope="lease").acquire()
-    begun, sent, guarding = threading.Event(), threading.Event(), []
+    ends = []
 
     def guard():
         with hold.atomic():
-            begun.set()
-            assert sent.wait(20)
-
-    def begin():
-        guarding.append(threads(guard))
-        assert begun.wait(20)
+            yield
 
     with transaction.atomic():
-        stops.call("refusal", begin)
-        stops.call("verify", sent.set)
+        stops.call("refusal", lambda: ends.append(paused(guard)))
+        stops.call("verify", lambda: ends[0]())
         hold.check()
-        guarding[0].join(20)
         threads(partial(hold.renew, ttl=60)).join(20)
         assert hold.remaining > 50
     hold.release()

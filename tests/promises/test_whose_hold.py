@@ -42,17 +42,9 @@ def lock_of(kind, **options):
     return kind[1](**options)
 
 
-# release() and held()
-
-
-@for_each("kind", KINDS)
-async def test_arelease_never_means_the_hold_of_a_running_task(kind):
-    """A task whose ``aacquire()`` timed out calls ``arelease()`` in its ``finally``.
-
-    Another task of the event loop holds the lock. ``arelease()`` raises RuntimeError,
-    and ``held()`` is False.
-    """
-    lock = lock_of(kind)
+@contextlib.asynccontextmanager
+async def held_by_another_task(lock):
+    """Let another task hold a lock until the end of the block, undisturbed."""
     holding, over = asyncio.Event(), asyncio.Event()
 
     async def work():
@@ -64,6 +56,25 @@ async def test_arelease_never_means_the_hold_of_a_running_task(kind):
         await lock.arelease()
         assert not lock.held()
 
+    async with asyncio.TaskGroup() as group:
+        group.create_task(work())
+        await holding.wait()
+        yield
+        over.set()
+
+
+# release() and held()
+
+
+@for_each("kind", KINDS)
+async def test_arelease_never_means_the_hold_of_a_running_task(kind):
+    """A task whose ``aacquire()`` timed out calls ``arelease()`` in its ``finally``.
+
+    Another task of the event loop holds the lock. ``arelease()`` raises RuntimeError,
+    and ``held()`` is False.
+    """
+    lock = lock_of(kind)
+
     async def release_what_was_never_acquired():
         try:
             with contextlib.suppress(LockTimeout):
@@ -72,12 +83,9 @@ async def test_arelease_never_means_the_hold_of_a_running_task(kind):
         finally:
             await lock.arelease()
 
-    async with asyncio.TaskGroup() as group:
-        group.create_task(work())
-        await holding.wait()
+    async with held_by_another_task(lock):
         with pytest.raises(RuntimeError, match="was not acquired by this task"):
             await asyncio.create_task(release_what_was_never_acquired())
-        over.set()
 
 
 @for_each("kind", KINDS)
@@ -96,26 +104,15 @@ async def test_arelease_means_the_hold_of_a_task_that_is_done(kind):
 @pytest.mark.front
 async def test_arelease_releases_all_that_done_tasks_have_acquired():
     """There is a running task with a hold of the same lock, which keeps it."""
-    lock, over = db_semaphore("stock:7", 3), asyncio.Event()
-    holding = asyncio.Event()
-
-    async def work():
-        async with lock as hold:
-            holding.set()
-            await over.wait()
-            await hold.acheck()
-
-    task = asyncio.create_task(work())
-    await holding.wait()
-    holds = await asyncio.gather(lock.aacquire(), lock.aacquire())
-    await lock.arelease()
-    assert sum(hold.held for hold in holds) == 1
-    await lock.arelease()
-    assert not any(hold.held for hold in holds)
-    with pytest.raises(RuntimeError, match="was not acquired by this task"):
+    lock = db_semaphore("stock:7", 3)
+    async with held_by_another_task(lock):
+        holds = await asyncio.gather(lock.aacquire(), lock.aacquire())
         await lock.arelease()
-    over.set()
-    await task
+        assert sum(hold.held for hold in holds) == 1
+        await lock.arelease()
+        assert not any(hold.held for hold in holds)
+        with pytest.raises(RuntimeError, match="was not acquired by this task"):
+            await lock.arelease()
 
 
 @pytest.mark.front
@@ -302,23 +299,13 @@ async def test_a_stack_may_enter_in_a_task_that_is_done(kind, until, is_busy):
 
     A task that holds the same lock keeps its hold.
     """
-    lock, over, holding = lock_of(kind), asyncio.Event(), asyncio.Event()
-
-    async def work():
-        async with lock as hold:
-            holding.set()
-            await over.wait()
-            await hold.acheck()
-
-    async with asyncio.TaskGroup() as group:
-        if kind[0] in SHARED:
-            group.create_task(work())
-            await holding.wait()
+    lock = lock_of(kind)
+    is_shared = kind[0] in SHARED
+    async with held_by_another_task(lock) if is_shared else contextlib.nullcontext():
         async with AsyncExitStack() as stack:
             hold = await asyncio.create_task(stack.enter_async_context(lock))
             assert hold.held
         assert not hold.held
-        over.set()
     await asyncio.to_thread(until, lambda: not is_busy())
 
 
