@@ -124,7 +124,10 @@ def test_a_hold_may_be_passed_on_repeatedly(paused, lost, outlast):
 
 @pytest.mark.front
 def test_a_block_keeps_a_hold_of_a_closed_event_loop(lost, outlast):
-    """The hold comes from ``async_to_sync(lock.aacquire)()`` or ``asyncio.run()``."""
+    """The hold comes from ``async_to_sync(lock.aacquire)()`` or ``asyncio.run()``.
+
+    The block is one of this thread, or of a task of another loop.
+    """
     locks = [db_lock("stock:7"), db_lock("a", "b"), db_lock("c", using="memory")]
     holds = [async_to_sync(lock.aacquire)() for lock in locks]
     locks.append(db_lock("stock:8"))
@@ -135,33 +138,26 @@ def test_a_block_keeps_a_hold_of_a_closed_event_loop(lost, outlast):
         return hold
 
     holds.append(asyncio.run(acquire()))
-    with contextlib.ExitStack() as stack:
-        for hold in holds:
-            stack.enter_context(hold)
+    locks.append(db_lock("stock:9"))
+    holds.append(async_to_sync(locks[-1].aacquire)())
+
+    def check():
         outlast("default", "memory")
         for hold, lock in zip(holds, locks, strict=True):
             hold.check()
             assert not is_free(lock), hold
+
+    async def work():
+        async with holds[-1]:
+            await sync_to_async(check)()
+
+    with contextlib.ExitStack() as stack:
+        for hold in holds[:-1]:
+            stack.enter_context(hold)
+        async_to_sync(work)()
     for lock in locks:
         assert is_free(lock)
     assert all(key.startswith("decoy") for key in lost)
-
-
-@pytest.mark.front
-def test_the_block_of_a_task_keeps_a_hold(lost, outlast):
-    """The event loop of the task that acquired it is closed already."""
-    lock = db_lock("stock:7")
-    hold = async_to_sync(lock.aacquire)()
-
-    async def work():
-        async with hold:
-            await asyncio.to_thread(outlast, "default")
-            await hold.acheck()
-            assert not await asyncio.to_thread(is_free, lock)
-
-    async_to_sync(work)()
-    assert is_free(lock)
-    assert lost == ["decoy default"]
 
 
 def test_a_hold_whose_callers_have_ended_is_lost(lost, until, caplog):

@@ -103,13 +103,17 @@ def stop_clock(page):
     page.clock.pause_at(1000)
 
 
-def force_release(page, browser, key):
-    row(page, key).get_by_role("button", name="Force release").click()
+def confirm(page, browser, forced, press=lambda button: button.click()):
+    """Give a reason on the page of a confirmation, and wait for the message."""
     browser.expect(page.get_by_role("heading", name="Force release")).to_be_visible()
     page.get_by_label("Reason:").fill("tests")
-    page.get_by_role("button", name="Force release").click()
-    message = page.get_by_text(f"The release of 1 lock was forced: {key}")
-    browser.expect(message).to_be_visible()
+    press(page.get_by_role("button", name="Force release"))
+    browser.expect(page.get_by_text(f"The release of {forced}")).to_be_visible()
+
+
+def force_release(page, browser, key):
+    row(page, key).get_by_role("button", name="Force release").click()
+    confirm(page, browser, f"1 lock was forced: {key}")
 
 
 @pytest.mark.smoke
@@ -282,12 +286,8 @@ def test_the_focus_stays_in_place_during_a_refresh(browser, boss):
     while page.evaluate(FOCUSED) != "0 Force release":
         page.keyboard.press("Tab")
     page.keyboard.press("Enter")
-    browser.expect(page.get_by_role("heading", name="Force release")).to_be_visible()
-    page.get_by_label("Reason:").fill("tests")
-    page.get_by_role("button", name="Force release").focus()
-    page.keyboard.press("Enter")
-    message = page.get_by_text("The release of 1 lock was forced: 0")
-    browser.expect(message).to_be_visible()
+    by_keyboard = lambda button: button.press("Enter")  # noqa: E731
+    confirm(page, browser, "1 lock was forced: 0", by_keyboard)
 
 
 def test_nothing_is_refreshed_while_locks_are_selected(browser, boss):
@@ -318,10 +318,7 @@ def test_nothing_is_refreshed_while_locks_are_selected(browser, boss):
         row(page, key).get_by_role("checkbox").check()
     page.get_by_label("Action:").select_option(label="Force release")
     page.locator("[name=index]").click()
-    page.get_by_label("Reason:").fill("tests")
-    page.get_by_role("button", name="Force release").click()
-    message = page.get_by_text("The release of 2 locks was forced: a, c")
-    browser.expect(message).to_be_visible()
+    confirm(page, browser, "2 locks was forced: a, c")
 
 
 @pytest.mark.usefixtures("with_history")
