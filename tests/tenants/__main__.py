@@ -4,7 +4,6 @@ There is one name per line of input and one line of JSON per result. The process
 own database with the tenants acme and globex. Two scenarios move the tables.
 """
 
-import itertools
 import json
 import os
 import sys
@@ -52,21 +51,19 @@ def make_tenants():
 def share():
     """Create the tables in the public schema too."""
     settings.SHARED_APPS.append("dlocks")
+    options = {"shared": True, "verbosity": 0}
     # Django recorded the migration in that schema although it created no table.
-    call_command(
-        "migrate_schemas", "dlocks", "zero", shared=True, fake=True, verbosity=0
-    )
-    call_command("migrate_schemas", shared=True, verbosity=0)
+    call_command("migrate_schemas", "dlocks", "zero", fake=True, **options)
+    call_command("migrate_schemas", **options)
 
 
 def share_alone():
     """Drop the tables of the tenants."""
     settings.TENANT_APPS.remove("dlocks")
     with connection.cursor() as cursor:
-        for table, name in itertools.product(
-            ("resourcelock", "lockclaim", "holdrecord"), ("acme", "globex")
-        ):
-            cursor.execute(f"DROP TABLE {name}.dlocks_{table} CASCADE")
+        for table in ("resourcelock", "lockclaim", "holdrecord"):
+            for name in ("acme", "globex"):
+                cursor.execute(f"DROP TABLE {name}.dlocks_{table} CASCADE")
         cursor.execute("DELETE FROM public.dlocks_resourcelock")
         cursor.execute("DELETE FROM public.dlocks_holdrecord")
     # A new process has no holds, and looks for the tables again.
@@ -78,14 +75,11 @@ def share_alone():
 def rows_of(schema):
     """Return the keys in the table of a schema, or None if it has no table."""
     with connection.cursor() as cursor:
-        cursor.execute(
-            "SELECT to_regclass(%s) IS NULL", [f"{schema}.dlocks_resourcelock"]
-        )
+        table = f"{schema}.dlocks_resourcelock"
+        cursor.execute("SELECT to_regclass(%s) IS NULL", [table])
         if cursor.fetchone()[0]:
             return None
-        cursor.execute(
-            f"SELECT key_resource FROM {schema}.dlocks_resourcelock ORDER BY 1"
-        )
+        cursor.execute(f"SELECT key_resource FROM {table} ORDER BY 1")
         return [key for (key,) in cursor.fetchall()]
 
 
@@ -120,10 +114,7 @@ def new_key_in_a_transaction():
 
 
 def every_kind():
-    """Use locks of each kind with each backend.
-
-    These are a lease, several keys, a semaphore, a guard, and transaction scope.
-    """
+    """Use several keys, a permit, guards and transaction scope with each backend."""
     done = []
     with tenant("globex"):
         for using in ("default", "optimistic", "insert"):
@@ -149,9 +140,8 @@ def without_the_public_schema():
             db_lock("alone too") as hold,
         ):
             lease.renew()
-            return hold.scope, ResourceLock.objects.filter(
-                pk="alone"
-            ).by_clock().with_queue().get().state
+            row = ResourceLock.objects.filter(pk="alone").by_clock().with_queue().get()
+            return hold.scope, row.state
 
 
 def guarded_on_another_alias():
@@ -184,10 +174,7 @@ def handed_over_to_another_tenant():
 
 
 def seen_by_the_commands():
-    """List all locks of the database from any tenant.
-
-    reap_locks frees a stale lock of another tenant.
-    """
+    """List all locks of the database from any tenant, and free those of another."""
     with tenant("globex"), db_lock("seen"):
         with tenant("acme"):
             out = StringIO()
@@ -219,10 +206,7 @@ def recorded():
 
 
 def keys_of_each_tenant():
-    """Separate the keys of tenants by a prefix with the tenant's name.
-
-    Each tenant sees only its own keys.
-    """
+    """Separate the keys of tenants by a prefix, so that each sees its own keys."""
     lock = db_lock("nightly", using="tenant")
     listed = []
     with tenant("acme"), lock as first, tenant("globex"), lock as second:
@@ -239,10 +223,7 @@ def keys_of_each_tenant():
 
 
 async def keys_of_each_tenant_in_a_coroutine():
-    """Use the tenant of Django's own thread in a coroutine.
-
-    A view behind a synchronous middleware does the same.
-    """
+    """Use the tenant of Django's thread, as a view behind a sync middleware does."""
     await sync_to_async(lambda: connection.set_schema("acme"))()
     lock = db_lock("nightly", using="tenant")
     try:

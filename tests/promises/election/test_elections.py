@@ -69,13 +69,10 @@ TTL = 1.5
 
 def test_the_next_candidate_leads_when_the_leader_stops(elections, heard):
     """``on_deposed`` runs under the lock at a stop."""
-    held = []
-
-    def deposed(hold):
-        held.append(hold.held)
-        heard.put(("first", "deposed", hold))
-
-    first = elections(**{**telling(heard, "first"), "on_deposed": deposed})
+    first = elections(
+        on_elected=lambda hold: heard.put(("first", "elected", hold)),
+        on_deposed=lambda hold: heard.put(("first", f"deposed {hold.held}", hold)),
+    )
     second = elections(**telling(heard, "second"))
     first.start()
     told, hold = next_of(heard)
@@ -87,12 +84,11 @@ def test_the_next_candidate_leads_when_the_leader_stops(elections, heard):
     assert (second.is_leader, second.token) == (False, None)
     assert first.stop(10)
     assert (first.is_leader, first.token) == (False, None)
-    assert next_of(heard)[0] == "first deposed"
+    assert next_of(heard)[0] == "first deposed True"
     told, later = next_of(heard)
     assert told == "second elected"
     assert later.token > hold.token
     assert second.is_leader
-    assert held == [True]
 
 
 def test_a_stopped_candidate_leaves_the_queue(elections, heard):
