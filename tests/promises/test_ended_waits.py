@@ -12,6 +12,7 @@ from dlocks import (
     LeaderElection,
     LockBackendError,
     LockError,
+    LockLost,
     LockShutDown,
     LockTimeout,
     db_lock,
@@ -235,9 +236,16 @@ def test_a_shutdown_ends_candidates_of_an_election(threads):
 
 
 @pytest.mark.front
-def test_the_shutdown_of_an_asgi_server_ends_the_waits_of_threads(threads):
-    """The next server of the process, for example in a test, lets waits begin again."""
-    lock = db_lock("stock:7", timeout=None)
+def test_the_shutdown_of_an_asgi_server_ends_the_waits_of_threads(threads, paused):
+    """It ends blocks with LockLost, such as those of requests of synchronous views.
+
+    The next server of the process, for example in a test, lets waits begin again.
+    """
+    lock, sent = db_lock("stock:7", timeout=None), []
+
+    def work():
+        with db_lock("report"):
+            yield
 
     def call(step):
         step()
@@ -251,7 +259,7 @@ def test_the_shutdown_of_an_asgi_server_ends_the_waits_of_threads(threads):
             return messages.pop(0)
 
         async def send(message):
-            """Ignore the answers."""
+            sent.append(message["type"])
 
         await release_at_shutdown(None)({"type": "lifespan"}, receive, send)
 
@@ -260,8 +268,12 @@ def test_the_shutdown_of_an_asgi_server_ends_the_waits_of_threads(threads):
             db_lock("stock:7", timeout=0.1).acquire()
 
     with held_elsewhere("stock:7"):
-        thread = threads(lambda: error_of(in_block, lock))
+        thread, end = threads(lambda: error_of(in_block, lock)), paused(work)
         asyncio.run(serve(int, lambda: eventually(lock.waiters)))
+        assert sent == ["lifespan.startup.complete", "lifespan.shutdown.complete"]
+        assert not db_lock("report").locked()
+        with pytest.raises(LockLost, match="its process released all of its locks"):
+            end()
         thread.join(30)
         assert type(thread.results[0]) is LockShutDown
         with pytest.raises(LockShutDown):

@@ -8,7 +8,7 @@ from queue import SimpleQueue
 
 import pytest
 from asgiref.sync import async_to_sync
-from django.db import connection, connections
+from django.db import connection
 
 from dlocks import (
     LockLost,
@@ -19,7 +19,6 @@ from dlocks import (
     lock_released,
     shutdown,
 )
-from dlocks.asgi import release_at_shutdown
 from tests.scripts import run_python
 
 pytestmark = [pytest.mark.holds, pytest.mark.django_db(transaction=True)]
@@ -204,24 +203,6 @@ def test_a_shutdown_in_a_coroutine_releases_all_keys(is_busy):
     assert not async_to_sync(main)()
 
 
-def test_the_shutdown_of_an_asgi_server_ends_blocks_with_lock_lost(at_work, is_busy):
-    """The requests of synchronous views are still at work in their threads."""
-    end, sent = at_work(db_lock("stock:7")), []
-
-    messages = [{"type": f"lifespan.{name}"} for name in ("startup", "shutdown")]
-
-    async def receive():
-        return messages.pop(0)
-
-    async def send(message):
-        sent.append(message["type"])
-
-    asyncio.run(release_at_shutdown(None)({"type": "lifespan"}, receive, send))
-    assert sent == ["lifespan.startup.complete", "lifespan.shutdown.complete"]
-    assert not is_busy()
-    assert WHY in str(end())
-
-
 @pytest.mark.front
 def test_an_exit_ends_the_block_of_a_daemon_thread_with_lock_lost():
     """The process releases the key at its exit while the thread still works."""
@@ -252,13 +233,3 @@ entered.wait()
 """, DJANGO_SETTINGS_MODULE="tests.settings")  # fmt: skip
     assert done.stdout == "on_lost stock:7\nLockLost\n", done.stderr
     assert "'stock:7' was lost by" in done.stderr
-
-
-@pytest.mark.front
-def test_a_shutdown_keeps_what_a_thread_acquires_later(at_work, is_busy):
-    """``shutdown()`` ends no lock that comes after it."""
-    shutdown()
-    end = at_work(db_lock("stock:7"))
-    assert is_busy()
-    assert end() is None
-    connections.close_all()
