@@ -88,20 +88,14 @@ def test_a_lease_survives_its_session_without_autocommit(do, manual, doomed):
         lock.acquire().release()
 
 
-def wait_and_count(pipe):
-    """Wait for a key in the queue, and return the token of the hold."""
-    with db_lock("stock:7", scope="lease", timeout=30) as hold:
-        return hold.token
-
-
 @SERVERS
 def test_a_waiter_is_served_in_its_turn_without_autocommit(manual, until):
     """The queue of a key shows the waiter, and the release hands the key over."""
     with db_lock("stock:7") as hold:
-        manual.start(wait_and_count)
+        manual.start(jobs.wait_quietly, "stock:7", scope="lease", timeout=30)
         until(lambda: hold.queue_length() == 1)
-        token = hold.token
-    assert manual.hear() > token
+    _, token = manual.hear()
+    assert token > hold.token
     db_lock("stock:7", timeout=0).acquire().release()
 
 

@@ -39,6 +39,10 @@ def text_of(markup: str) -> str:
     return " ".join(html.unescape(re.sub(r"<[^>]*>", " ", markup)).split())
 
 
+def table_rows(markup: str) -> list[str]:
+    return re.findall(r"<tr>.*?</tr>", markup, re.DOTALL)
+
+
 def to_form(key: str) -> str:
     """Return a key as the checkboxes of the list have it, without line breaks."""
     return key.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")

@@ -11,7 +11,7 @@ from django.db import connection
 from dlocks.models import LockClaim
 from tests import rows
 from tests.promises.admin.names import LIST, ODD_KEYS
-from tests.promises.admin.pages import buttons, detail, page, text_of
+from tests.promises.admin.pages import buttons, detail, page, table_rows, text_of
 
 pytestmark = [pytest.mark.front, pytest.mark.django_db]
 
@@ -125,6 +125,12 @@ def test_the_chart_shows_the_contention_of_the_last_hour(historian):
     assert "Locks released: 1, all acquired without a wait." in about
 
 
+def bars_of(markup):
+    """Return the ending, the place and the width of each hold in a timeline."""
+    bar = r'<rect class="dlocks-end-(\w+)" x="([\d.]+)" y="([\d.]+)" width="([\d.]+)"'
+    return re.findall(bar, markup)
+
+
 @pytest.mark.driver
 @pytest.mark.usefixtures("with_history")
 def test_the_timeline_shows_every_hold_of_a_key(historian):
@@ -135,8 +141,7 @@ def test_the_timeline_shows_every_hold_of_a_key(historian):
     rows.ended("b", ago=5, held=1)
     rows.held("a", begin_time=datetime.now(UTC) - timedelta(seconds=20))
     text = page(historian.get(detail("a")))
-    bar = r'<rect class="dlocks-end-(\w+)" x="([\d.]+)" y="([\d.]+)" width="([\d.]+)"'
-    bars = re.findall(bar, text.split("dlocks-timeline")[1])
+    bars = bars_of(text.split("dlocks-timeline")[1])
     assert [ending for ending, *_ in bars] == ["R", "F", "L", "now"]
     # The current one is half as high as the others.
     assert [float(y) for _, _, y, _ in bars] == [2, 2, 16, 4.5]
@@ -148,7 +153,7 @@ def test_the_timeline_shows_every_hold_of_a_key(historian):
     assert starts[1] == pytest.approx(200, abs=20)
     assert text_of(text).count("held now") == 1
     past = text[text.index("Ended holds of this key") :]
-    cells = map(text_of, re.findall(r"<tr>.*?</tr>", past, re.DOTALL))
+    cells = map(text_of, table_rows(past))
     shown = [" ".join(cell.split()[-2:]) for cell in cells if "web-1" in cell]
     assert shown == ["lost 3", "failed 2", "released 1"]
 
@@ -160,8 +165,7 @@ def test_exclusive_holds_are_drawn_in_one_lane(historian):
         rows.ended("a", ago=95 - 10 * number, held=12.5, token=number + 1)
     rows.held("a", begin_time=datetime.now(UTC) - timedelta(seconds=16))
     text = page(historian.get(detail("a")))
-    bar = r'<rect class="dlocks-end-\w+" x="([\d.]+)" y="([\d.]+)" width="([\d.]+)"'
-    bars = [tuple(map(float, one)) for one in re.findall(bar, text)]
+    bars = [tuple(map(float, place)) for _, *place in bars_of(text)]
     assert len(bars) == 10
     assert [y for _, y, _ in bars] == [2] * 9 + [4.5]
     for (x, _, width), (following, _, _) in zip(bars, bars[1:], strict=False):

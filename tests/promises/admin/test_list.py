@@ -29,6 +29,7 @@ from tests.promises.admin.pages import (
     log,
     page,
     person,
+    table_rows,
     text_of,
     told,
 )
@@ -36,17 +37,15 @@ from tests.promises.interposed import REPORTING, Reporting
 
 pytestmark = [pytest.mark.front, pytest.mark.django_db]
 
-KEY = r'<bdi class="dlocks-key" id="lock-[^>]*>([^<]*)'
-
 
 def keys(markup: str) -> list[str]:
     """Return the keys of the list."""
-    return re.findall(KEY, markup)
+    return re.findall(r'<bdi class="dlocks-key" id="lock-[^>]*>([^<]*)', markup)
 
 
 def row_of(markup: str, key: str) -> str:
     """Return the text of the row of a key."""
-    every = map(text_of, re.findall(r"<tr>.*?</tr>", markup, re.DOTALL))
+    every = map(text_of, table_rows(markup))
     (found,) = [row for row in every if row.startswith(f"{key} ")]
     return found
 
@@ -281,7 +280,7 @@ def test_each_key_shows_its_last_hour(historian, viewer):
         rows.ended("busy", ago=ago, waited=waited)
 
     def bars(client, key):
-        every = re.findall(r"<tr>.*?</tr>", page(client.get(LIST)), re.DOTALL)
+        every = table_rows(page(client.get(LIST)))
         (drawn,) = [one for one in every if f">{key}</bdi>" in one]
         found = re.findall(r'class="dlocks-(\w+)" x="(\d+)" [^>]*height="(\d+)"', drawn)
         return [one for one in found if one[2] != "0"]
@@ -424,8 +423,8 @@ def test_a_hold_of_ten_of_its_ttls_is_in_amber(viewer, settings):
     rows.stale("stale", begin_time=now - timedelta(days=1))
 
     def amber():
-        found = re.findall(r"<tr>.*?</tr>", page(viewer.get(LIST)), re.DOTALL)
-        return {*re.findall(KEY, "".join(row for row in found if "dlocks-long" in row))}
+        found = [row for row in table_rows(page(viewer.get(LIST))) if "-long" in row]
+        return set(keys("".join(found)))
 
     assert amber() == {"slow"}
     default = {**settings.DLOCKS["default"], "OPTIONS": {"slow_hold": 5}}
@@ -527,8 +526,7 @@ def test_holds_without_rows_are_listed(releaser, in_memory):
     """
     text = page(releaser.get(LIST, {"alias": "other"}))
     table = text[text.index('id="dlocks-holds"') :]
-    found = re.findall(r"<tr>.*?</tr>", table, re.DOTALL)[1:]
-    first, *shares = map(text_of, found)
+    _, first, *shares = map(text_of, table_rows(table))
     about = rf"192\.0\.2\.7 \S+ s \d+ s left 1 {in_memory.token}"
     who = "held exclusive web-1:4711:MainThread"
     assert re.fullmatch(rf"{re.escape(HOSTILE)} {who} {about}", first)

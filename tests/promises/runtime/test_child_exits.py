@@ -26,11 +26,12 @@ until = partial(eventually, pause=0.05)
 
 
 @pytest.fixture
-def program(request):
+def program():
     """Return a function that starts ``python -m ...`` on this test's database.
 
     The process is killed at the end of the test.
     """
+    started = []
 
     def start(*arguments, **environment):
         ignored = "ignore:This process:DeprecationWarning"
@@ -44,15 +45,14 @@ def program(request):
             start_new_session=True,
         )  # fmt: skip
 
-        def stop():
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-
-        request.addfinalizer(stop)
+        started.append(process)
         return process
 
-    return start
+    yield start
+    for process in started:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
 
 
 def records():
