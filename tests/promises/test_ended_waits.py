@@ -2,6 +2,8 @@
 
 import asyncio
 import pickle
+import signal
+import threading
 from functools import partial
 
 import pytest
@@ -22,7 +24,7 @@ from dlocks import (
 )
 from dlocks.asgi import release_at_shutdown
 from dlocks.testing import held_elsewhere, undo_shutdown
-from tests.scripts import run_script
+from tests.promises.test_forks import in_child
 from tests.timing import eventually
 
 pytestmark = [pytest.mark.holds, pytest.mark.django_db(transaction=True)]
@@ -165,55 +167,38 @@ def test_the_error_is_neither_contention_nor_a_failure():
     assert (type(again), str(again), again.key) == (LockShutDown, str(error), "stock:7")
 
 
-@pytest.mark.front
-def test_a_fork_may_wait_again():
-    done = run_script("""
-import os
-from dlocks import LockError, db_lock, shutdown
-from dlocks.testing import held_elsewhere
+def wait_in_parent_and_child(pipe):
+    """Return how a wait ends after a shutdown, and in a child that is forked then."""
 
-def wait():
-    try:
-        db_lock("stock:7", timeout=0.1).acquire()
-    except LockError as error:
-        print(type(error).__name__, flush=True)
+    def wait():
+        return type(error_of(in_acquire, db_lock("stock:7", timeout=0.1))).__name__
 
-shutdown()
-with held_elsewhere("stock:7", using="default"):
-    wait()
-    if os.fork():
-        os.wait()
-    else:
-        wait()
-        os._exit(0)
-""")
-    assert done.stdout == "LockShutDown\nLockTimeout\n", done.stderr
+    shutdown()
+    with held_elsewhere("stock:7"):
+        return wait(), in_child(wait)
 
 
 @pytest.mark.front
-def test_a_signal_handler_ends_the_wait_of_its_own_thread():
+def test_a_fork_may_wait_again(doomed):
+    outcomes = doomed().call(wait_in_parent_and_child)
+    assert outcomes == ("LockShutDown", "LockTimeout")
+
+
+@pytest.mark.front
+def test_a_signal_handler_ends_the_wait_of_its_own_thread(handled, threads):
     """The usual handler of SIGTERM, in a process that waits without an end."""
-    done = run_script("""
-import os, signal, threading
-from dlocks import LockShutDown, db_lock, shutdown
-from dlocks.testing import held_elsewhere
+    lock, main = db_lock("stock:7", timeout=None), threading.get_ident()
+    handled(signal.SIGTERM, lambda *_: shutdown())
 
-lock = db_lock("stock:7", timeout=None)
-signal.signal(signal.SIGTERM, lambda *args: shutdown())
+    def send():
+        eventually(lock.waiters)
+        signal.pthread_kill(main, signal.SIGTERM)
 
-def send():
-    while not lock.waiters():
-        pass
-    os.kill(os.getpid(), signal.SIGTERM)
-
-with held_elsewhere("stock:7"):
-    threading.Thread(target=send).start()
-    try:
-        lock.acquire()
-    except LockShutDown:
-        print(lock.waiters())
-""")
-    assert done.stdout == "[]\n", done.stderr
+    with held_elsewhere("stock:7"):
+        threads(send)
+        with pytest.raises(LockShutDown):
+            lock.acquire()
+        assert lock.waiters() == []
 
 
 @pytest.mark.front
