@@ -20,7 +20,7 @@ def in_ended_thread(function: Callable[[], Any]) -> Any:
         return pool.submit(run).result()
 
 
-def is_taken(lock: Any) -> bool:
+def is_refused(lock: Any) -> bool:
     """Return whether this caller cannot acquire a lock."""
     hold = lock.try_acquire()
     if hold is not None:

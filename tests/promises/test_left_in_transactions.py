@@ -7,7 +7,7 @@ from django.db import transaction
 
 from dlocks import LockTimeout, db_lock, db_rwlock, db_semaphore, resume_hold
 from tests.for_each import for_each
-from tests.promises.ended import is_taken
+from tests.promises.ended import is_refused
 
 pytestmark = [pytest.mark.driver, pytest.mark.django_db(transaction=True)]
 
@@ -39,7 +39,7 @@ def is_kept(in_other_thread):
     def ask(kind, using):
         # A reader keeps writers out.
         kind = "one key" if kind == "read lock" else kind
-        return in_other_thread(is_taken, lock_of(kind, using))
+        return in_other_thread(is_refused, lock_of(kind, using))
 
     return ask
 

@@ -11,7 +11,7 @@ from asgiref.sync import async_to_sync, sync_to_async
 from django.db import connections
 
 from dlocks import LockLost, db_lock, db_rwlock, db_semaphore, lock_lost
-from tests.promises.ended import in_ended_thread, is_taken
+from tests.promises.ended import in_ended_thread, is_refused
 from tests.promises.received import received
 from tests.settings import DLOCKS
 
@@ -65,7 +65,7 @@ def is_free(lock):
     """Return whether another caller acquires a lock. For a read lock, this writes."""
     if lock.key.endswith("read"):
         lock = db_lock(lock.key, using=lock.using)
-    return in_ended_thread(lambda: not is_taken(lock))
+    return in_ended_thread(lambda: not is_refused(lock))
 
 
 def deadline(hold):

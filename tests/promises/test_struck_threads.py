@@ -12,7 +12,7 @@ import pytest
 from django.db import connections
 
 from dlocks import LockError, db_lock, db_semaphore
-from tests.promises.ended import is_taken
+from tests.promises.ended import is_refused
 from tests.strikes import strike
 from tests.volume import volume
 
@@ -137,7 +137,7 @@ def test_a_struck_thread_leaves_no_key_for_longer_than_its_ttl(using, until):
     taken = [db_lock(f"{name}:{key}", using=using) for name in names for key in "abc"]
 
     def are_free():
-        taken[:] = filter(is_taken, taken)
+        taken[:] = filter(is_refused, taken)
         return not taken
 
     until(are_free, FREE_WITHIN)

@@ -12,7 +12,7 @@ from django.db import connection
 
 from dlocks import LeaderElection, LockBackendError, LockTimeout
 from tests import jobs
-from tests.promises.ended import is_taken
+from tests.promises.ended import is_refused
 from tests.promises.session.server import SERVERS, end_session, lock, query
 from tests.timing import in_time
 
@@ -147,7 +147,7 @@ def test_a_session_waiter_that_times_out_leaves_nothing(
     assert observer.waiting("stock:7") == 0
     release()
     assert not lock().locked()
-    until(lambda: not is_taken(lock()))
+    until(lambda: not is_refused(lock()))
 
 
 def test_a_waiter_with_an_ended_session_queues_again(sessions, waiter, in_queue, until):
