@@ -437,6 +437,12 @@ def workers(_pool, transactional_db):
 
 
 @pytest.fixture
+def worker(workers):
+    """Return one of these processes."""
+    return workers(1)[0]
+
+
+@pytest.fixture
 def doomed(transactional_db):
     """Return a function that starts a process which the test may kill or stop."""
     started: list[Worker] = []

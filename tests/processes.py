@@ -17,6 +17,7 @@ import tempfile
 import time
 import traceback
 import weakref
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,19 @@ class Worker:
     def call(self, job: Any, *args: Any, **kwargs: Any) -> Any:
         self.start(job, *args, **kwargs)
         return self.hear()
+
+    @contextlib.contextmanager
+    def doing(self, job: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        """Run a job around a block, from its first message, which is yielded.
+
+        The job goes on at the end of the block, and has ended without an error then.
+        """
+        self.start(job, *args, **kwargs)
+        try:
+            yield self.hear()
+        finally:
+            self.tell()
+        self.hear()
 
     def stop(self) -> None:
         """Stop the process, but on SQLite never in the middle of a write.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 
 import pytest
 from django.db import connection, transaction
@@ -24,6 +24,7 @@ from dlocks.models import LockClaim, ResourceLock
 from dlocks.values import Claim
 from tests import jobs
 from tests.for_each import for_each
+from tests.promises.locks.keys import unlocked_after
 from tests.scripts import run_python
 from tests.timing import TooLateError, in_time
 
@@ -110,26 +111,6 @@ def test_a_key_from_the_queue_is_renewed_while_others_lock_its_row_in_turn(
         thread.join(30)
 
 
-@contextmanager
-def locked_row(threads):
-    """Let the transaction of another thread keep the row of a key within a block."""
-    locked, end = threading.Event(), threading.Event()
-
-    def keep():
-        with transaction.atomic():
-            ResourceLock.objects.select_for_update().get(pk="stock:7")
-            locked.set()
-            assert end.wait(30)
-
-    thread = threads(keep)
-    try:
-        assert locked.wait(30)
-        yield
-    finally:
-        end.set()
-        thread.join(30)
-
-
 def was_renewed(hold):
     """Check a hold with a short lease. A busy server may be late for it, too."""
     try:
@@ -139,11 +120,11 @@ def was_renewed(hold):
 
 
 @SERVERS
-def test_a_locked_row_of_a_short_lease_delays_no_other_renewal(threads, until):
+def test_a_locked_row_of_a_short_lease_delays_no_other_renewal(worker, until):
     """One thread renews all leases of a server."""
     other = db_lock("stock:8", ttl=1.0).acquire()
     hold = db_lock("stock:7", ttl=3.0).acquire()
-    with locked_row(threads):
+    with worker.doing(jobs.lock_row, "stock:7"):
         until(lambda: not hold.held)
         was_renewed(other)
     other.release()
@@ -152,11 +133,11 @@ def test_a_locked_row_of_a_short_lease_delays_no_other_renewal(threads, until):
 
 
 @SERVERS
-def test_a_handover_of_a_locked_row_delays_no_renewal(threads, until):
+def test_a_handover_of_a_locked_row_delays_no_renewal(worker):
     """Within a transaction, the thread that renews also sends its request."""
     other = db_lock("stock:8", ttl=1.5).acquire()
     text = db_lock("stock:7").acquire().detach()
-    with locked_row(threads):
+    with worker.doing(jobs.lock_row, "stock:7"):
         with transaction.atomic(), pytest.raises(LockBackendError, match="is locked"):
             resume_hold(text)
         was_renewed(other)
@@ -164,75 +145,46 @@ def test_a_handover_of_a_locked_row_delays_no_renewal(threads, until):
 
 
 @SERVERS
-def test_a_holder_retries_until_its_locked_row_is_free(workers):
+def test_a_holder_retries_until_its_locked_row_is_free(worker):
     """Many claims that join the queue at once may lock the row in turn.
 
     The holder may be entering again, or committing a guarded block.
     """
-    (other,) = workers(1)
-
-    def while_locked(work):
-        other.start(jobs.lock_row, "stock:7")
-        assert other.hear() == "locked"
-        timer = threading.Timer(0.3, other.tell)
-        timer.start()
-        try:
-            work()
-        finally:
-            timer.join()
-            assert other.hear() == "unlocked"
-
-    def enter_again():
-        with db_lock("stock:7") as again:
-            assert again.token == hold.token
-
-    def guard():
-        with hold.atomic():
-            assert hold.held
-
     with db_lock("stock:7") as hold:
-        while_locked(enter_again)
-        while_locked(guard)
+        with unlocked_after(0.3, worker, jobs.lock_row, "stock:7"):
+            with db_lock("stock:7") as again:
+                assert again.token == hold.token
+        with unlocked_after(0.3, worker, jobs.lock_row, "stock:7"):
+            with hold.atomic():
+                assert hold.held
 
 
 @pytest.mark.engine("postgresql", "mariadb")
-def test_a_late_release_of_a_locked_row_sends_few_statements(workers):
+def test_a_late_release_of_a_locked_row_sends_few_statements(worker):
     """The lease has expired, and a transaction keeps its row locked."""
     backend, mine, waiter = PessimisticBackend("default"), claim(ttl=0.001), claim()
-    (other,) = workers(1)
     assert backend.acquire(mine)
     backend.enqueue(waiter)
-    other.start(jobs.lock_row, "stock:7")
-    assert other.hear() == "locked"
-    with CaptureQueriesContext(connection) as queries:
-        assert not backend.release(mine)
-    assert len(queries) < 400
-    other.tell()
-    assert other.hear() == "unlocked"
+    with worker.doing(jobs.lock_row, "stock:7"):
+        with CaptureQueriesContext(connection) as queries:
+            assert not backend.release(mine)
+        assert len(queries) < 400
     for one in mine, waiter:
         backend.release(one)
 
 
 @pytest.mark.engine("postgresql", "mysql")
 def test_a_key_is_released_after_its_row_was_locked_for_seconds(
-    workers, in_queue, threads, is_busy
+    worker, in_queue, threads, is_busy
 ):
     """This is so with and without a waiter."""
-    (other,) = workers(1)
     for key, seconds in ("stock:7", 5.0), ("stock:8", 0.5):
         hold = db_lock(key).acquire()
         if key == "stock:8":
             waiter = threads(lambda: jobs.token_of(db_lock("stock:8")))
             in_queue(1, key)
-        other.start(jobs.lock_row, key)
-        assert other.hear() == "locked"
-        timer = threading.Timer(seconds, other.tell)
-        timer.start()
-        try:
+        with unlocked_after(seconds, worker, jobs.lock_row, key):
             hold.release()
-        finally:
-            timer.join()
-        assert other.hear() == "unlocked"
     waiter.join(30)
     assert waiter.results[0] > hold.token
     assert not is_busy("stock:7")
@@ -242,18 +194,13 @@ def test_a_key_is_released_after_its_row_was_locked_for_seconds(
 def test_a_claim_whose_row_is_locked_is_skipped(workers, in_queue):
     first, second, other = workers(3)
     hold = db_lock("stock:7").acquire()
-    first.start(jobs.wait_for, "stock:7", timeout=60)
-    in_queue(1)
-    second.start(jobs.wait_for, "stock:7", timeout=60)
-    in_queue(2)
-    other.start(jobs.lock_claim, key_resource="stock:7", version=None)
-    assert other.hear() == "locked"
-    released_at = time.monotonic()
-    hold.release()
-    assert [first.hear(), second.hear()] == ["waiting"] * 2
-    second_at, _ = second.hear(20)
-    other.tell()
-    assert other.hear() == "unlocked"
+    for number, waiter in enumerate((first, second), 1):
+        waiter.start(jobs.wait_quietly, "stock:7", timeout=60)
+        in_queue(number)
+    with other.doing(jobs.lock_claim, key_resource="stock:7", version=None):
+        released_at = time.monotonic()
+        hold.release()
+        second_at, _ = second.hear(20)
     first_at, _ = first.hear(20)
     assert first_at > second_at
     # After 3 seconds without a heartbeat, the claim no longer blocks others.
@@ -261,39 +208,31 @@ def test_a_claim_whose_row_is_locked_is_skipped(workers, in_queue):
 
 
 @pytest.mark.engine("postgresql", "mysql")
-def test_the_first_lease_starts_at_the_delayed_grant(workers, until):
+def test_the_first_lease_starts_at_the_delayed_grant(worker, until):
     """The claim's row is locked for 0.8 s when its turn comes."""
-    (other,) = workers(1)
     backend, first, second = PessimisticBackend("default"), claim(), claim()
+    which = {"key_resource": "stock:7", "version": None}
     assert backend.acquire(first) is not None
     assert backend.enqueue(second, "nobody") is not None
-    other.start(jobs.lock_claim, key_resource="stock:7", version=None)
-    assert other.hear() == "locked"
-    threading.Timer(0.8, other.tell).start()
-    assert backend.release(first)
-    left = until(
-        lambda: backend.poll([second], heartbeat=False)[second.owner].grant
-    ).lease
-    assert other.hear() == "unlocked"
+    with unlocked_after(0.8, worker, jobs.lock_claim, **which):
+        assert backend.release(first)
+        left = until(
+            lambda: backend.poll([second], heartbeat=False)[second.owner].grant
+        ).lease
     assert backend.release(second)
     in_time(HANDOVER_LEASE - left, 0.5)
 
 
 @SERVERS
-def test_a_turn_in_a_transaction_is_no_grant_while_the_row_is_locked(workers, until):
+def test_a_turn_in_a_transaction_is_no_grant_while_the_row_is_locked(worker, until):
     """The row names the claim, but the transaction has not locked it."""
-    (other,) = workers(1)
     backend, first = PessimisticBackend("default"), claim()
     second = claim(scope="transaction")
     assert backend.acquire(first) is not None
     assert backend.enqueue(second) is not None
     assert backend.release(first)
-    other.start(jobs.lock_row, "stock:7")
-    assert other.hear() == "locked"
-    with transaction.atomic():
+    with worker.doing(jobs.lock_row, "stock:7"), transaction.atomic():
         assert backend.acquire(second) is None
-    other.tell()
-    assert other.hear() == "unlocked"
     with transaction.atomic():
         assert until(lambda: backend.acquire(second)).token
         assert backend.release(second)
@@ -303,23 +242,19 @@ def test_a_turn_in_a_transaction_is_no_grant_while_the_row_is_locked(workers, un
 def test_polling_keys_locked_by_transactions_does_not_wait(workers):
     """There may be many such keys, and no message is received meanwhile."""
     keys = [f"stock:{number}" for number in range(6)]
-    holders = workers(len(keys))
-    for holder, key in zip(holders, keys, strict=True):
-        holder.start(jobs.hold_in_transaction, key)
-        holder.hear()
     backend, claims = PessimisticBackend("default"), [claim(key) for key in keys]
-    for one in claims:
-        backend.enqueue(one)
-    for heard in (True, False):
-        began = time.monotonic()
-        places = backend.poll(claims, heartbeat=heard)
-        assert [places[one.owner].grant for one in claims] == [None] * len(keys)
-        in_time(time.monotonic() - began, 1.0)
-    for one in claims:
-        backend.release(one)
-    for holder in holders:
-        holder.tell()
-        holder.hear()
+    with ExitStack() as stack:
+        for holder, key in zip(workers(len(keys)), keys, strict=True):
+            stack.enter_context(holder.doing(jobs.hold_in_transaction, key))
+        for one in claims:
+            backend.enqueue(one)
+        for heard in (True, False):
+            began = time.monotonic()
+            places = backend.poll(claims, heartbeat=heard)
+            assert [places[one.owner].grant for one in claims] == [None] * len(keys)
+            in_time(time.monotonic() - began, 1.0)
+        for one in claims:
+            backend.release(one)
 
 
 # Processes that stop.
@@ -342,21 +277,17 @@ def stop_within_a_step(pipe, key):
 
 
 @SERVERS
-def test_a_process_that_hangs_in_a_step_blocks_others_briefly(doomed, workers):
+def test_a_process_that_hangs_in_a_step_blocks_others_briefly(doomed, worker):
     """Its session is ended, and the process begins again when it continues."""
-    (worker,) = workers(1)
     victim = doomed()
     with db_lock("stock:7"):
         # This creates the row that a step locks.
         pass
     victim.start(stop_within_a_step, "stock:7")
     assert victim.hear() == "locked"
-    worker.start(jobs.hold, ("stock:7", "read"), timeout=20)
     began = time.monotonic()
-    token = worker.hear()
-    in_time(time.monotonic() - began, 4.0)
-    worker.tell()
-    assert worker.hear() == "released"
+    with worker.doing(jobs.hold, ("stock:7", "read"), timeout=20) as token:
+        in_time(time.monotonic() - began, 4.0)
     victim.tell()
     assert victim.hear() > token
 
@@ -366,14 +297,14 @@ IDLE_KINDS = ("", "readonly_", "write_")
 
 
 @pytest.mark.engine("mariadb")
-def test_a_server_that_lets_transactions_idle_changes_nothing(doomed, workers):
+def test_a_server_that_lets_transactions_idle_changes_nothing(doomed, worker):
     """The operator allows all transactions to be idle for a long time."""
     names = [f"idle_{kind}transaction_timeout" for kind in IDLE_KINDS]
     with connection.cursor() as cursor:
         for name in names:
             cursor.execute(f"SET GLOBAL {name} = 600")
         try:
-            test_a_process_that_hangs_in_a_step_blocks_others_briefly(doomed, workers)
+            test_a_process_that_hangs_in_a_step_blocks_others_briefly(doomed, worker)
         finally:
             for name in names:
                 cursor.execute(f"SET GLOBAL {name} = DEFAULT")
@@ -433,19 +364,18 @@ def test_a_waiter_of_a_deleted_row_leaves_no_place_in_the_queue(
 @SERVERS
 @for_each("using", ["default", "optimistic", "insert"])
 def test_a_waiter_that_joins_during_a_guarded_transaction_is_next(
-    using, workers, in_queue
+    using, worker, in_queue
 ):
     """The row is locked then, so it does not count the waiter."""
-    (other,) = workers(1)
     lock = db_lock("stock:7", using=using, timeout=0)
     with lock as hold, hold.atomic():
-        other.start(jobs.hold, "stock:7", using=using, timeout=20)
+        worker.start(jobs.hold, "stock:7", using=using, timeout=20)
         in_queue(1)
     with pytest.raises(LockTimeout):
         lock.acquire().release()
-    assert other.hear() > hold.token
-    other.tell()
-    assert other.hear() == "released"
+    assert worker.hear() > hold.token
+    worker.tell()
+    worker.hear()
 
 
 @pytest.mark.engine("sqlite")
@@ -456,17 +386,12 @@ def test_a_key_is_acquired_and_released_while_its_file_is_unreadable(tmp_path):
 
 
 @pytest.mark.engine("sqlite")
-def test_a_permit_is_released_after_a_long_write_of_another_program(workers):
+def test_a_permit_is_released_after_a_long_write_of_another_program(worker):
     """The permit is neither lost nor kept from others until its lease ends."""
-    (other,) = workers(1)
     permit = db_semaphore("stock:7", 1, timeout=0)
     jobs.token_of(db_lock("stock:8"))
-    with permit:
-        other.start(jobs.lock_row, "stock:8")
-        assert other.hear() == "locked"
-        timer = threading.Timer(4.0, other.tell)
-        timer.start()
-    timer.join()
-    assert other.hear() == "unlocked"
+    held = permit.acquire()
+    with unlocked_after(4.0, worker, jobs.lock_row, "stock:8"):
+        held.release()
     with permit as hold:
         assert not hold.takeover

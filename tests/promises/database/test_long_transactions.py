@@ -38,10 +38,7 @@ GRACE = 0.5
 
 @pytest.mark.driver
 def test_a_key_released_just_then_is_not_taken_over(in_other_thread, caplog):
-    """A key that is released just before it is acquired is not taken over.
-
-    The row was expired when the next caller read it.
-    """
+    """The row was expired when the next caller read it."""
     for using in FAMILY:
         released = []
         lock = db_lock(using, using=using, renew=False)
@@ -98,10 +95,7 @@ def test_a_key_of_a_dead_holder_is_still_stale(threads):
 
 @pytest.mark.engine("sqlite")
 def test_a_transaction_longer_than_the_ttl_is_not_a_loss(caplog):
-    """A hold whose transaction outlasts the ttl is not lost without contention.
-
-    Its holder can enter the lock again in the same transaction.
-    """
+    """Its holder can enter the lock again in the same transaction."""
     kinds = {
         "lock": db_lock,
         "semaphore": partial(db_semaphore, permits=2),
@@ -134,19 +128,15 @@ def test_a_transaction_longer_than_the_ttl_is_not_a_loss(caplog):
 
 @pytest.mark.engine("sqlite")
 def test_a_lease_outlasts_a_long_transaction_of_another_thread(
-    threads, in_other_thread, until, caplog
+    paused, in_other_thread, until, caplog
 ):
-    """A long write transaction of another thread ends no lease.
-
-    The lease is renewed after that transaction.
-    """
-    begun, lost = threading.Event(), []
+    """The lease is renewed after that transaction."""
+    lost = []
 
     def write():
         with transaction.atomic():
             Counter.objects.create(name="other")
-            begun.set()
-            time.sleep(4 * TTL)
+            yield
 
     locks = [partial(db_lock, "lock"), partial(db_semaphore, "permit", permits=1)]
     with ExitStack() as stack:
@@ -154,10 +144,9 @@ def test_a_lease_outlasts_a_long_transaction_of_another_thread(
             stack.enter_context(lock(using="brisk", ttl=TTL, on_lost=lost.append))
             for lock in locks
         ]
-        thread = threads(write)
-        assert begun.wait(30)
+        commit = paused(write)
         until(lambda: not any(hold.held for hold in holds))
-        thread.join(60)
+        commit()
         until(lambda: all(hold.held for hold in holds))
         for lock, hold in zip(locks, holds, strict=True):
             hold.check()
@@ -191,42 +180,25 @@ def test_a_key_acquired_by_another_caller_is_lost(in_other_thread):
 
 
 @pytest.fixture
-def guarded(threads, until):
+def guarded(paused, until):
     """Return a function that holds a key in ``hold.atomic()`` in another thread.
 
     The function returns once the lease has expired. Its result is a function that ends
     the transaction.
     """
-    ends = []
 
-    def begin(lock=db_lock, key="stock:7", using="brisk"):
-        inside, end = threading.Event(), threading.Event()
-
+    def begin(lock=db_lock, using="brisk"):
         def hold():
-            with lock(key, using=using, ttl=TTL) as held, held.atomic():
-                inside.set()
-                assert end.wait(60)
-            return held
+            with lock("stock:7", using=using, ttl=TTL) as held, held.atomic():
+                yield
 
-        thread = threads(hold)
-        assert inside.wait(30)
-        model = ResourceLock if lock is db_lock else LockClaim
+        finish = paused(hold)
+        rows = (ResourceLock if lock is db_lock else LockClaim).objects.by_clock()
         grace = 0 if using == "brisk" else 1.2 * GRACE
-        until(
-            lambda: model.objects.by_clock().get(key_resource=key).seconds_left < -grace
-        )
-
-        def finish():
-            end.set()
-            thread.join(60)
-            return thread.results[0]
-
-        ends.append(finish)
+        until(lambda: rows.get(key_resource="stock:7").seconds_left < -grace)
         return finish
 
-    yield begin
-    for finish in ends:
-        finish()
+    return begin
 
 
 @for_each(
@@ -238,11 +210,9 @@ def guarded(threads, until):
     }.get(ENGINE, ["brisk"]),
 )
 def test_a_key_that_a_transaction_keeps_is_busy(using, guarded, stops, caplog):
-    """With ``takeover=False``, a holder in ``hold.atomic()`` is never stale.
-
-    Its key is busy for as long as the transaction lasts. A waiter polls slowly.
-    """
+    """Its holder is not stale. A waiter polls slowly."""
     finish, asked = guarded(using=using), []
+    token = ResourceLock.objects.get().version
     stops.replace("acquire", lambda usual, claim: asked.append(claim) or usual())
     began = time.monotonic()
     # The longer wait observes the row for longer than the ttl of "watching".
@@ -253,7 +223,7 @@ def test_a_key_that_a_transaction_keeps_is_busy(using, guarded, stops, caplog):
         assert not error.value.holder.stale
     assert asked
     seldom(len(asked), 5 + 10 * (time.monotonic() - began))
-    token = finish().token
+    finish()
     with db_lock("stock:7", using=using, takeover=False, timeout=10) as hold:
         assert hold.token > token
         assert not hold.takeover
@@ -281,10 +251,7 @@ permit = partial(db_semaphore, permits=1)
     }[ENGINE],
 )
 def test_commands_show_that_a_transaction_keeps_a_key(lock, guarded):
-    """Commands and ``holder()`` show the key as held, in a transaction.
-
-    Nothing treats it as stale, also if the hold is shared.
-    """
+    """Nothing treats it as stale, also if the hold is shared."""
     finish, words = guarded(lock), []
     for other in (db_lock if lock is read_lock else lock, db_lock):
         with pytest.raises(LockTimeout):
@@ -319,10 +286,7 @@ def test_commands_show_that_a_transaction_keeps_a_key(lock, guarded):
 
 @pytest.mark.engine("postgresql")
 def test_the_admin_shows_that_a_transaction_keeps_a_key(guarded, admin_client):
-    """The admin shows the key as held, and no action clears it.
-
-    This covers the list, its filter and the page of the key.
-    """
+    """The list, its filter and the page of the key do, and no action clears it."""
 
     def page(path, **query):
         url = f"/admin/dlocks/resourcelock/{path}"
@@ -347,10 +311,7 @@ def test_the_admin_shows_that_a_transaction_keeps_a_key(guarded, admin_client):
 
 @pytest.mark.engine("postgresql", "mariadb")
 def test_listing_locks_in_a_transaction_locks_no_row(in_other_thread):
-    """Listing locks inside a transaction locks no row.
-
-    A stale row can be taken over before the transaction has ended.
-    """
+    """A stale row can be taken over before the transaction has ended."""
     rows.stale("stock:7")
     with transaction.atomic():
         assert [row["state"] for row in listed().values()] == ["stale"]

@@ -16,16 +16,14 @@ from django.db.transaction import TransactionManagementError
 from django.db.utils import OperationalError
 from django.test import override_settings
 
-from dlocks import LockBackendError, LockLost, db_lock
+from dlocks import LockBackendError, db_lock
 from dlocks.backends.session import SessionBackend
 from dlocks.models import ResourceLock
 from tests import jobs
 from tests.for_each import for_each
 from tests.processes import Worker
-from tests.rows import PAST
 from tests.servers import MySQL
 from tests.settings import PORT
-from tests.timing import in_time
 
 pytestmark = [pytest.mark.engine("mysql"), pytest.mark.django_db(transaction=True)]
 
@@ -60,17 +58,11 @@ def test_busy_keys_roll_nothing_back_with_rollback_on_timeout(strict_server):
         leased, locked = f"leased {using}", f"locked {using}"
         other.call(jobs.acquire, leased, using=using)
         other.call(jobs.acquire, locked)
-        other.start(jobs.lock_row, locked)
-        assert other.hear() == "locked"
-        for key, answer in (
-            (leased, "LockTimeout"),
-            (locked, "LockTimeout"),
-            (f"new {using}", ""),
-        ):
-            policy = {"using": using, "timeout": 0.2}
-            assert worker.call(jobs.write_and_ask, key, **policy) == (answer, 1)
-        other.tell()
-        assert other.hear() == "unlocked"
+        answers = {leased: "LockTimeout", locked: "LockTimeout", f"new {using}": ""}
+        with other.doing(jobs.lock_row, locked):
+            for key, answer in answers.items():
+                policy = {"using": using, "timeout": 0.2}
+                assert worker.call(jobs.write_and_ask, key, **policy) == (answer, 1)
     assert worker.call(jobs.what_the_check_says) == []
     other.call(jobs.release_all)
 
@@ -84,12 +76,9 @@ def test_a_hold_is_lost_with_its_transaction_after_a_timeout(strict_server):
     for using in FAMILY:
         mine, locked = f"mine {using}", f"row {using}"
         other.call(jobs.acquire, locked)
-        other.start(jobs.lock_row, locked)
-        assert other.hear() == "locked"
-        answer = worker.call(jobs.outwait_a_row, mine, locked, using=using)
+        with other.doing(jobs.lock_row, locked):
+            answer = worker.call(jobs.outwait_a_row, mine, locked, using=using)
         assert answer == [1205, "LockLost", "LockLost"]
-        other.tell()
-        assert other.hear() == "unlocked"
         assert isinstance(other.call(jobs.try_once, mine, using=using), int)
     other.call(jobs.release_all)
 
@@ -206,18 +195,15 @@ def limited():
 
 
 @pytest.mark.usefixtures("limited")
-def test_a_waiter_outwaits_max_execution_time(workers, threads, until):
+def test_a_waiter_outwaits_max_execution_time(worker, threads, until):
     """The wait in the engine's queue is a SELECT, but has no such limit."""
-    (other,) = workers(1)
-    other.start(jobs.hold, "stock:7", using="session")
-    other.hear()
-    waiter = threads(
-        lambda: db_lock("stock:7", using="session", timeout=30).acquire().release()
-    )
-    until(lambda: SessionBackend("default").waiting("stock:7") == 1)
-    time.sleep(0.6)
-    assert waiter.is_alive()
-    other.tell()
+    with worker.doing(jobs.hold, "stock:7", using="session"):
+        waiter = threads(
+            lambda: db_lock("stock:7", using="session", timeout=30).acquire().release()
+        )
+        until(lambda: SessionBackend("default").waiting("stock:7") == 1)
+        time.sleep(0.6)
+        assert waiter.is_alive()
     waiter.join(30)
 
 
@@ -345,25 +331,3 @@ def test_a_wrong_password_is_an_error_and_never_contention(account, doomed):
     worker = doomed(DLOCKS_TEST_DATABASES=json.dumps(databases))
     for using in "default", "session":
         assert worker.call(jobs.acquire, "stock:7", using=using) == "LockBackendError"
-
-
-# A release waits for the row, but not for a transaction that keeps it.
-
-
-def test_a_late_release_outlasts_a_transaction(in_other_thread, threads):
-    """A transaction that takes over an expired lease delays its release by 3 s."""
-    # The optimistic backend releases as the default one does.
-    aliases = "default", "insert"
-    holds = [
-        in_other_thread(db_lock(using, using=using, ttl=0.2, renew=False).acquire)
-        for using in aliases
-    ]
-    ResourceLock.objects.update(end_time=PAST)
-    with transaction.atomic():
-        for using in aliases:
-            assert db_lock(using, using=using).try_acquire() is not None
-        began = time.monotonic()
-        for releasing in [threads(hold.release) for hold in holds]:
-            with pytest.raises(LockLost):
-                releasing.join(30)
-        in_time(time.monotonic() - began, 5)

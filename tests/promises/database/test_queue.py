@@ -54,19 +54,16 @@ ONE_SERVER = pytest.mark.engine("postgresql", "sqlite")
 
 
 def test_processes_are_served_in_the_order_of_arrival(workers, in_queue):
-    """This is so whatever strategies they use.
-
-    A ttl that is shorter than the wait makes no difference.
-    """
+    """Neither their strategies nor a ttl shorter than the wait make a difference."""
     crowd = workers(5)
     with db_lock("stock:7"):
         for number, worker in enumerate(crowd):
             using, ttl = list(FAMILY)[number % 3], (30.0, 1.3)[number % 2]
-            worker.start(jobs.wait_for, "stock:7", using=using, ttl=ttl, timeout=30)
+            policy = {"using": using, "ttl": ttl, "timeout": 30}
+            worker.start(jobs.wait_quietly, "stock:7", **policy)
             in_queue(number + 1)
         time.sleep(1.5)
-    answers = [worker.hear() and worker.hear() for worker in crowd]
-    tokens = [token for _, token in answers]
+    tokens = [token for _, token in (worker.hear() for worker in crowd)]
     assert tokens == sorted(tokens)
 
 
@@ -133,17 +130,16 @@ def test_a_release_keeps_the_queue_of_another_process(doomed, in_queue):
 
 
 @pytest.mark.engine("postgresql", "sqlite")
-def test_the_key_is_handed_over_when_min_hold_ends(workers, in_queue):
+def test_the_key_is_handed_over_when_min_hold_ends(worker, in_queue):
     """This is so for exclusive and shared holds."""
-    (other,) = workers(1)
     # The bound of the shared hold adds the grace and one poll.
     for shared, latest in (False, 1.0 + 0.7), (True, 1.0 + 0.5 + 0.7):
         hold = db_lock("stock:7", shared=shared, min_hold=1.0).acquire()
         began = time.monotonic()
-        other.start(jobs.wait_quietly, "stock:7")
+        worker.start(jobs.wait_quietly, "stock:7")
         in_queue(1)
         hold.release()
-        granted, _ = other.hear()
+        granted, _ = worker.hear()
         assert granted - began >= 0.95
         in_time(granted - began, latest)
 
@@ -174,16 +170,14 @@ def test_the_end_of_a_transaction_wakes_its_waiters(workers, in_queue):
 
 
 @pytest.mark.engine("mariadb", "sqlite")
-def test_a_caller_without_takeover_gets_lock_stale(doomed, workers, in_queue):
+def test_a_caller_without_takeover_gets_lock_stale(doomed, worker, in_queue):
     """The caller may be a waiter or a reader. A reader may take the key over."""
-    (patient,) = workers(1)
     victim = doomed()
-    victim.start(jobs.hold, "stock:7", ttl=1.0)
-    victim.hear()
-    patient.start(jobs.acquire, "stock:7", takeover=False, timeout=20)
+    victim.call(jobs.acquire, "stock:7", ttl=1.0)
+    worker.start(jobs.acquire, "stock:7", takeover=False, timeout=20)
     in_queue(1)
     victim.kill()
-    assert patient.hear() == "LockStale"
+    assert worker.hear() == "LockStale"
     with pytest.raises(LockStale):
         db_rwlock("stock:7", takeover=False, timeout=5).read().acquire()
     with db_rwlock("stock:7", timeout=1).read():
@@ -197,7 +191,7 @@ def test_a_dead_waiter_is_skipped_within_three_seconds(doomed, in_queue):
     """A dead waiter does not block a caller that only tries either."""
     with db_lock("stock:7"):
         victim = doomed()
-        victim.start(jobs.wait_for, "stock:7")
+        victim.start(jobs.wait_quietly, "stock:7")
         in_queue(1)
         victim.kill()
         in_queue(0)
@@ -218,20 +212,19 @@ def test_a_dead_waiter_is_skipped_within_three_seconds(doomed, in_queue):
         pytest.param(None, marks=pytest.mark.engine("postgresql")),
     ],
 )
-def test_unresponsive_waiters_delay_the_key_only_once(timeout, workers, in_queue):
-    (stuck,) = workers(1)
+def test_unresponsive_waiters_delay_the_key_only_once(timeout, worker, in_queue):
     with db_lock("stock:7"):
-        stuck.start(jobs.hang_in_queue, "stock:7", 3, timeout=timeout)
-        assert stuck.hear() == "waiting"
+        worker.start(jobs.hang_in_queue, "stock:7", 3, timeout=timeout)
+        assert worker.hear() == "waiting"
         in_queue(3)
     lock = db_lock("stock:7", timeout=60)
     # Each stuck caller may keep the key until it is known not to respond.
     for limit in (20, 2, 2, 2, 2, 2):
         with lock as hold:
             in_time(hold.waited, limit)
-    stuck.tell()
+    worker.tell()
     # A late caller may find the key free.
-    assert set(stuck.hear()) <= ({"LockTimeout", "str"} if timeout else {"str"})
+    assert set(worker.hear()) <= ({"LockTimeout", "str"} if timeout else {"str"})
 
 
 @SERVERS
@@ -310,17 +303,15 @@ def test_a_shared_hold_from_the_queue_works_like_any_other(in_queue, threads, is
             assert after.token > hold.token
 
 
-def test_a_dead_reader_blocks_a_writer_only_for_its_ttl(doomed, in_queue, workers):
-    """A reader or writer that dies with its hold blocks a waiter for its ttl only."""
-    (writer,) = workers(1)
+def test_a_dead_reader_blocks_a_writer_only_for_its_ttl(doomed, in_queue, worker):
+    """So does a dead writer."""
     for shared in (True, False):
         victim = doomed()
-        victim.start(jobs.hold, "stock:7", shared=shared, ttl=1.0)
-        victim.hear()
-        writer.start(jobs.wait_quietly, "stock:7")
+        victim.call(jobs.acquire, "stock:7", shared=shared, ttl=1.0)
+        worker.start(jobs.wait_quietly, "stock:7")
         in_queue(1)
         victim.kill()
-        in_time(writer.hear()[0] - victim.killed_at, 1.0 + 0.5 + 0.7)
+        in_time(worker.hear()[0] - victim.killed_at, 1.0 + 0.5 + 0.7)
 
 
 def test_readers_and_writers_in_processes_exclude_each_other(workers, tmp_path):

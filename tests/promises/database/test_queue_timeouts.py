@@ -62,27 +62,23 @@ def test_a_claim_that_is_granted_while_it_queues_leaves_the_queue(
     (scope, locked), (other, holder) = case, workers(2)
     queued = []
 
-    @contextlib.contextmanager
-    def row_locked():
-        other.start(jobs.lock_row, "stock:7")
-        assert other.hear() == "locked"
-        yield
-        other.tell()
-        assert other.hear() == "unlocked"
+    def row_locked(condition):
+        held = other.doing(jobs.lock_row, "stock:7")
+        return held if condition else contextlib.nullcontext()
 
     def enqueue(usual, *_):
-        with row_locked() if locked == "enqueue" else contextlib.nullcontext():
+        with row_locked(locked == "enqueue"):
             ticket = usual()
         queued.append(ticket)
         holder.call(jobs.release_all)
         return ticket
 
     def acquire(usual, *_):
-        if locked == "acquire" and len(queued) == 1:
+        is_next = locked == "acquire" and len(queued) == 1
+        if is_next:
             queued.append(None)
-            with row_locked():
-                return usual()
-        return usual()
+        with row_locked(is_next):
+            return usual()
 
     def wait():
         block = transaction.atomic() if scope == "transaction" else db_lock("other")
@@ -159,11 +155,7 @@ def hang(stops):
 
 @pytest.mark.engine("postgresql")
 def test_a_free_key_is_acquired_although_a_poll_hangs(in_queue, threads, hang):
-    """The background thread hangs in a poll, for example on a dead connection.
-
-    It sends no heartbeats, so a waiter is skipped, and deleted later. At its timeout,
-    the caller still acquires the free key, and then leaves no claim.
-    """
+    """It sends no heartbeats, so a waiter is skipped, and deleted later."""
     hangs = hang("poll")
     locks = [db_lock(key, timeout=3) for key in ("skipped", "deleted")]
     with db_lock("skipped"), db_lock("deleted"):
@@ -181,10 +173,7 @@ def test_a_free_key_is_acquired_although_a_poll_hangs(in_queue, threads, hang):
 
 @pytest.mark.engine("postgresql")
 def test_a_wait_ends_although_a_return_to_the_queue_hangs(in_queue, threads, hang):
-    """A caller times out while the server does not answer the background thread.
-
-    The claim was deleted, as that of a process that was stopped for a while.
-    """
+    """The claim was deleted, as that of a process that was stopped for a while."""
     hangs = hang("enqueue")
     with db_lock("stock:7"):
         waits = threads(db_lock("stock:7", timeout=3).acquire)
@@ -197,16 +186,15 @@ def test_a_wait_ends_although_a_return_to_the_queue_hangs(in_queue, threads, han
 
 
 @TWO_SERVERS
-def test_an_interrupted_grant_is_released_in_its_transaction(workers, stops):
+def test_an_interrupted_grant_is_released_in_its_transaction(worker, stops):
     """A release outside the transaction would wait for the transaction's end."""
-    (holder,) = workers(1)
-    assert holder.call(jobs.acquire, "stock:7")
+    assert worker.call(jobs.acquire, "stock:7")
 
     def acquire(usual, *_):
         if usual() is not None:
             raise KeyboardInterrupt
 
-    stops.call("enqueue", lambda: holder.call(jobs.release_all))
+    stops.call("enqueue", lambda: worker.call(jobs.release_all))
     stops.replace("acquire", acquire)
     with transaction.atomic():
         began = time.monotonic()
@@ -220,18 +208,14 @@ def test_an_interrupted_grant_is_released_in_its_transaction(workers, stops):
 
 
 @pytest.mark.engine("postgresql", "mariadb", "mysql")
-def test_a_timeout_behind_a_transaction_is_not_granted_later(workers):
+def test_a_timeout_behind_a_transaction_is_not_granted_later(worker):
     """A poll that waited for the row still sees the claim in the queue."""
-    (holder,) = workers(1)
     with db_lock("stock:7"):
         pass
     for using in EVERY * volume(1):
-        holder.start(jobs.hold_in_transaction, "stock:7", using=using)
-        holder.hear()
-        with pytest.raises(LockTimeout):
-            db_lock("stock:7", using=using, timeout=0.25).acquire()
-        holder.tell()
-        assert holder.hear() == "ended"
+        with worker.doing(jobs.hold_in_transaction, "stock:7", using=using):
+            with pytest.raises(LockTimeout):
+                db_lock("stock:7", using=using, timeout=0.25).acquire()
         with db_lock("stock:7", using=using) as hold:
             in_time(hold.waited, 1.5)
         assert not LockClaim.objects.exists()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import threading
 import time
 
 import pytest
@@ -132,10 +131,9 @@ def test_a_locked_table_is_an_error_at_the_limit_of_the_project(limit_waits):
 
 
 def test_a_claim_that_was_queued_before_its_table_was_locked_is_cancelled(
-    limit_waits, workers
+    limit_waits, worker
 ):
     """The claim joins the queue of a locked row. Then a migration begins."""
-    (other,) = workers(1)
     joined, failed = [], []
 
     def lock_table(execute, sql, *arguments):
@@ -148,18 +146,15 @@ def test_a_claim_that_was_queued_before_its_table_was_locked_is_cancelled(
         return execute(sql, *arguments)
 
     db_lock("stock:7").acquire().release()
-    other.start(jobs.lock_row, "stock:7")
-    assert other.hear() == "locked"
-    limit_waits()
-    with (
-        connection.execute_wrapper(lock_table),
-        pytest.raises(LockBackendError, match=SAYS),
-    ):
-        db_lock("stock:7", timeout=30).acquire()
-    assert failed
-    assert not LockClaim.objects.exists()
-    other.tell()
-    assert other.hear() == "unlocked"
+    with worker.doing(jobs.lock_row, "stock:7"):
+        limit_waits()
+        with (
+            connection.execute_wrapper(lock_table),
+            pytest.raises(LockBackendError, match=SAYS),
+        ):
+            db_lock("stock:7", timeout=30).acquire()
+        assert failed
+        assert not LockClaim.objects.exists()
 
 
 @pytest.mark.engine("postgresql")
@@ -186,20 +181,12 @@ def test_a_caller_waits_for_the_end_of_a_table_lock(threads):
     thread.join(30)
 
 
-def test_a_release_waits_for_the_end_of_a_table_lock(threads):
+def test_a_release_waits_for_the_end_of_a_table_lock(threads, in_other_thread):
     """The key is free after a migration, not only after the ttl."""
     for keys in ("stock:7",), ("stock:7", "stock:8"):
-        acquired, release = threading.Event(), threading.Event()
-
-        def work(keys=keys, acquired=acquired, release=release):
-            with db_lock(*keys):
-                acquired.set()
-                release.wait()
-
-        thread = threads(work)
-        acquired.wait()
+        hold = in_other_thread(db_lock(*keys).acquire)
         with table_locked(LOCK_TABLE):
-            release.set()
+            thread = threads(hold.release)
             thread.join(1.7)
             assert thread.is_alive(), keys
         thread.join()

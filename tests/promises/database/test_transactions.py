@@ -111,10 +111,7 @@ def test_tokens_grow_although_transactions_are_rolled_back(using):
 @pytest.mark.driver
 @FAMILY
 def test_the_rollback_of_an_inner_block_ends_its_lock(using, in_other_thread):
-    """The hold ends, and the key can be acquired again.
-
-    On PostgreSQL the row is free then. On InnoDB it stays locked.
-    """
+    """On PostgreSQL the row is free then. On InnoDB it stays locked."""
     lock = db_lock("stock:7", using=using)
     with lock:
         pass
@@ -178,19 +175,15 @@ def test_a_database_error_in_the_block_is_raised_unchanged(is_busy):
 
 @SERVERS
 @FAMILY
-def test_contention_does_not_break_the_callers_transaction(using, workers):
+def test_contention_does_not_break_the_callers_transaction(using, worker):
     """The caller does not block the holder, and acquires the key after its release."""
-    (holder,) = workers(1)
-    holder.start(jobs.hold, "stock:7", using=using)
-    first = holder.hear()
     with transaction.atomic():
-        Counter.objects.create(name="mine")
-        with pytest.raises(LockTimeout):
-            db_lock("stock:7", using=using, timeout=0.1).acquire()
-        assert db_lock("stock:7", using=using).try_acquire() is None
-        Counter.objects.create(name="mine too")
-        holder.tell()
-        assert holder.hear(10) == "released"
+        with worker.doing(jobs.hold, "stock:7", using=using) as first:
+            Counter.objects.create(name="mine")
+            with pytest.raises(LockTimeout):
+                db_lock("stock:7", using=using, timeout=0.1).acquire()
+            assert db_lock("stock:7", using=using).try_acquire() is None
+            Counter.objects.create(name="mine too")
         with db_lock("stock:7", using=using) as hold:
             assert hold.scope == "transaction"
             assert hold.token > first
@@ -204,38 +197,33 @@ def test_contention_does_not_break_the_callers_transaction(using, workers):
 def test_a_waiter_acquires_the_key_when_the_transaction_ends(case, workers):
     using, roll_back = case
     holder, waiter = workers(2)
-    holder.start(jobs.hold_in_transaction, "stock:7", using=using, roll_back=roll_back)
-    first = holder.hear()
-    waiter.start(jobs.wait_for, "stock:7", using=using, timeout=30)
-    assert waiter.hear() == "waiting"
-    assert db_lock("stock:7", using=using).try_acquire() is None
-    keeper = {
-        "postgresql": "session .* in a transaction",
-        # Between two looks a second apart, it may not be known.
-        "mysql": "(session .* in a transaction|an open transaction)",
-    }.get(ENGINE, "an open transaction")
-    with pytest.raises(LockTimeout, match=f"held by {keeper}"):
-        db_lock("stock:7", using=using, timeout=0.1).acquire()
-    holder.tell()
-    assert holder.hear() == "ended"
+    policy = {"using": using, "roll_back": roll_back}
+    with holder.doing(jobs.hold_in_transaction, "stock:7", **policy) as first:
+        waiter.start(jobs.wait_quietly, "stock:7", using=using, timeout=30)
+        assert db_lock("stock:7", using=using).try_acquire() is None
+        keeper = {
+            "postgresql": "session .* in a transaction",
+            # Between two looks a second apart, it may not be known.
+            "mysql": "(session .* in a transaction|an open transaction)",
+        }.get(ENGINE, "an open transaction")
+        with pytest.raises(LockTimeout, match=f"held by {keeper}"):
+            db_lock("stock:7", using=using, timeout=0.1).acquire()
     _, token = waiter.hear()
     assert roll_back or token > first
 
 
 @SERVERS
 @FAMILY
-def test_a_transaction_acquires_its_key_again_before_others(using, workers, in_queue):
+def test_a_transaction_acquires_its_key_again_before_others(using, worker, in_queue):
     """The transaction keeps the key. Behind the waiters, it would wait for itself."""
-    (waiter,) = workers(1)
     lock = db_lock("stock:7", using=using, timeout=5)
     with transaction.atomic():
         with lock:
-            waiter.start(jobs.wait_for, "stock:7", using=using, timeout=30)
-            assert waiter.hear() == "waiting"
+            worker.start(jobs.wait_quietly, "stock:7", using=using, timeout=30)
             in_queue(1)
         with lock as again:
             assert again.held
-    _, token = waiter.hear()
+    _, token = worker.hear()
     assert token > again.token
 
 
@@ -245,8 +233,6 @@ def test_a_key_is_acquired_again_after_the_rollback_of_an_inner_block(
 ):
     """On InnoDB, the transaction still keeps the key from those who wait."""
     holder, waiter = workers(2)
-    holder.start(jobs.hold, "stock:7")
-    holder.hear()
     lock = db_lock("stock:7", timeout=8)
 
     def acquire_twice():
@@ -256,30 +242,25 @@ def test_a_key_is_acquired_again_after_the_rollback_of_an_inner_block(
             with lock as again:
                 return again.held
 
-    thread = threads(acquire_twice)
-    in_queue(1)
-    waiter.start(jobs.wait_for, "stock:7", timeout=30)
-    in_queue(2)
-    holder.tell()
+    with holder.doing(jobs.hold, "stock:7"):
+        thread = threads(acquire_twice)
+        in_queue(1)
+        waiter.start(jobs.wait_quietly, "stock:7", timeout=30)
+        in_queue(2)
     thread.join(60)
     assert thread.results == [True]
-    assert waiter.hear() == "waiting"
     waiter.hear()
 
 
 @TWO_SERVERS
 @FAMILY
-def test_the_timeout_limits_the_wait_for_a_transaction(using, workers):
-    (holder,) = workers(1)
-    holder.start(jobs.hold_in_transaction, "stock:7", using=using)
-    holder.hear()
-    with transaction.atomic():
+def test_the_timeout_limits_the_wait_for_a_transaction(using, worker):
+    holding = worker.doing(jobs.hold_in_transaction, "stock:7", using=using)
+    with holding, transaction.atomic():
         started = time.monotonic()
         with pytest.raises(LockTimeout):
             db_lock("stock:7", using=using, timeout=0.3).acquire()
         took = time.monotonic() - started
-    holder.tell()
-    holder.hear()
     assert took >= 0.3
     in_time(took, 5)
 
@@ -296,10 +277,7 @@ def test_a_transaction_asks_once_for_a_key_that_others_read(in_other_thread):
 @TWO_SERVERS
 @FAMILY
 def test_a_new_key_in_a_transaction_does_not_block_others(using, is_busy):
-    """The row is created outside the transaction.
-
-    No other insert of the key waits for this commit.
-    """
+    """The row is created outside the transaction."""
     with transaction.atomic(), db_lock("new", using=using):
         started = time.monotonic()
         assert is_busy("new", using=using)
@@ -421,21 +399,18 @@ def test_a_busy_key_does_not_block_adjacent_keys(using, there, workers):
     for key in keys if there else keys[::2]:
         with db_lock(key):
             pass
-    crowd = workers(2)
+    one, other = (
+        worker.doing(jobs.hold_in_transaction, key, using=using)
+        for key, worker in zip(keys[::2], workers(2), strict=True)
+    )
     with transaction.atomic():
         Counter.objects.create(name="before")
-        for key, worker in zip(keys[::2], crowd, strict=True):
-            worker.start(jobs.hold_in_transaction, key, using=using)
-            worker.hear()
-        for key in keys[::2]:
-            assert db_lock(key, using=using).try_acquire() is None
-        hold = db_lock("stock:7", using=using).try_acquire()
-        assert hold is not None
-        assert hold.scope == "transaction"
-        Counter.objects.create(name="after")
-        for worker in crowd:
-            worker.tell()
-            assert worker.hear() == "ended"
+        with one, other:
+            for key in keys[::2]:
+                assert db_lock(key, using=using).try_acquire() is None
+            hold = db_lock("stock:7", using=using).try_acquire()
+            assert hold.scope == "transaction"
+            Counter.objects.create(name="after")
     assert set(Counter.objects.values_list("name", flat=True)) == {"before", "after"}
     Counter.objects.all().delete()
 
@@ -527,8 +502,7 @@ def test_a_lease_is_released_when_the_atomic_block_has_ended(is_busy, stops):
 def test_a_lease_in_a_transaction_is_released_after_a_rollback(is_busy, until):
     """A rollback makes Django forget its on-commit callbacks.
 
-    If no caller refers to the hold, a garbage collection may come before the keeper
-    checks.
+    A garbage collection may come before the keeper checks.
     """
     with transaction.atomic():
         with transaction.atomic():
@@ -538,14 +512,9 @@ def test_a_lease_in_a_transaction_is_released_after_a_rollback(is_busy, until):
         assert hold.held
         assert is_busy()
         transaction.set_rollback(True)
-    until(lambda: not is_busy())
-    assert not hold.held
-    with transaction.atomic():
-        with db_lock("stock:8", scope="lease"):
-            pass
-        transaction.set_rollback(True)
+        del hold
     gc.collect()
-    until(lambda: not is_busy("stock:8"))
+    until(lambda: not is_busy())
 
 
 @pytest.mark.driver
@@ -610,7 +579,7 @@ def test_on_sqlite_a_transaction_that_cannot_write_any_more_gets_an_error(
 
 @pytest.mark.engine("sqlite")
 @FAMILY
-def test_on_sqlite_a_transaction_cannot_wait_for_a_lease(using, workers):
+def test_on_sqlite_a_transaction_cannot_wait_for_a_lease(using, worker):
     """A single attempt and a decorator find the key busy, without such an error."""
 
     def whose(error, *args):
@@ -619,10 +588,9 @@ def test_on_sqlite_a_transaction_cannot_wait_for_a_lease(using, workers):
     def decorated(**options):
         return db_lock("stock:7", using=using, **options)(lambda: "done")()
 
-    (holder,) = workers(1)
-    holder.start(jobs.hold, "stock:7", using=using)
-    holder.hear()
-    lock, pid = db_lock("stock:7", using=using, timeout=30), str(holder.process.pid)
+    worker.start(jobs.hold, "stock:7", using=using)
+    worker.hear()
+    lock, pid = db_lock("stock:7", using=using, timeout=30), str(worker.process.pid)
     with transaction.atomic():
         started = time.monotonic()
         with pytest.raises(
@@ -655,8 +623,8 @@ def test_on_sqlite_a_transaction_cannot_wait_for_a_lease(using, workers):
     with transaction.atomic(), pytest.raises(LockNotAwaitable):
         lock.acquire()
     took += time.monotonic() - started
-    holder.tell()
-    holder.hear()
+    worker.tell()
+    worker.hear()
     in_time(took, 5)
 
 
@@ -782,8 +750,6 @@ def test_locks_do_not_change_the_settings_of_the_session():
 # Views and test cases.
 
 
-# The request needs all apps of the test project.
-@pytest.mark.django_db(transaction=True)
 @TWO_SERVERS
 def test_a_view_with_atomic_requests_loses_no_update(threads):
     """The lock ends with the request's commit, and not with the block."""

@@ -6,6 +6,7 @@ import json
 import re
 import threading
 import time
+from contextlib import contextmanager, nullcontext
 
 import pytest
 from django.db import connection, transaction
@@ -74,48 +75,48 @@ def boss(transactional_db):
     return person("boss", is_superuser=True)
 
 
-@POSTGRESQL
-@for_each("how", ["lock", "select", "update", "in savepoint", "after savepoint"])
-def test_the_session_of_a_transaction_is_the_holder(how, doomed, boss):
-    """It is so without waiters, and until the end of the transaction."""
-    worker = doomed(DLOCKS_TEST_OPTIONS=json.dumps({"application_name": "shop"}))
-    with_sessions("stock:7", "other")
-    worker.start(keep, "stock:7", how)
-    session = worker.hear()
+def check_that_a_session_holds(name, boss):
+    """Check that a session is shown as the holder of stock:7, which is none's lease."""
     lock = db_lock("stock:7")
     holder = lock.holder()
-    assert holder.in_transaction
-    assert holder.holder == f"shop (session {session})"
+    assert (holder.holder, holder.in_transaction) == (name, True)
     assert (holder.owner_ip, holder.token, holder.stale) == ("127.0.0.1", 0, False)
-    assert f"{holder}".startswith(f"shop (session {session}) (127.0.0.1) for ")
-    assert f"{holder}".endswith("s, in a transaction")
+    said = rf"{re.escape(name)} \(127\.0\.0\.1\) for .*s, in a transaction"
+    assert re.fullmatch(said, str(holder))
     assert lock.locked()
-    assert lock.holders() == [holder] or lock.holders()[0].holder == holder.holder
+    assert [one.holder for one in lock.holders()] == [name]
     with pytest.raises(LockTimeout, match="held by shop .* in a transaction") as caught:
         db_lock("stock:7", timeout=0).acquire()
     assert caught.value.holder.in_transaction
-    found = listed()
-    assert found.keys() == {"stock:7"}
-    told = found["stock:7"]
-    assert (told["state"], told["token"], told["seconds_left"]) == ("held", None, None)
-    assert (told["holder"], told["owner_ip"]) == (holder.holder, "127.0.0.1")
+    ((key, told),) = listed().items()
     assert told["seconds_held"] >= 0
+    known = "state", "token", "seconds_left", "holder", "owner_ip"
+    shown = (key, *map(told.get, known))
+    assert shown == ("stock:7", "held", None, None, name, "127.0.0.1")
     line = run("list_locks").splitlines()[1]
     assert "transaction" in line
-    assert holder.holder in line
+    assert name in line
     for address in LIST, detail("stock:7"):
         text = text_of(page(boss.get(address)))
         assert IN_TRANSACTION in text
-        assert f"{holder.holder} 127.0.0.1" in text
+        assert f"{name} 127.0.0.1" in text
     # The totals under a filter are those of all keys.
     for state, keys in ("free", {"other"}), ("held", {"stock:7"}):
         text = page(boss.get(LIST, {"state": state}))
         assert "1 in use 1 held" in text_of(text)
         assert {*re.findall('"dlocks-key" id="lock-[^>]*>([^<]*)', text)} == keys
     assert "This key is free and has no waiters." in page(boss.get(detail("other")))
-    worker.tell()
-    assert worker.hear() is None
-    assert lock.holder() is None
+
+
+@POSTGRESQL
+@for_each("how", ["lock", "select", "update", "in savepoint", "after savepoint"])
+def test_the_session_of_a_transaction_is_the_holder(how, doomed, boss):
+    """It is so without waiters, and until the end of the transaction."""
+    worker = doomed(DLOCKS_TEST_OPTIONS=json.dumps({"application_name": "shop"}))
+    with_sessions("stock:7", "other")
+    with worker.doing(keep, "stock:7", how) as session:
+        check_that_a_session_holds(f"shop (session {session})", boss)
+    assert db_lock("stock:7").holder() is None
     assert listed() == {}
 
 
@@ -124,67 +125,72 @@ def test_no_other_session_is_named(workers):
     """Of several earlier writers, none is named as the owner of a savepoint."""
     first, second = workers(2)
     with_sessions("a", "b")
-    first.start(keep, "a", "select")
-    session = first.hear()
-    second.start(keep, "b", "lock")
-    second.hear()
-    assert db_lock("a").holder().holder == f"session {session}"
-    holder = db_lock("b").holder()
-    assert holder.in_transaction
-    assert holder.holder == ""
-    assert str(holder) == "an open transaction"
-    for worker in first, second:
-        worker.tell()
-        worker.hear()
+    with first.doing(keep, "a", "select") as session, second.doing(keep, "b", "lock"):
+        assert db_lock("a").holder().holder == f"session {session}"
+        holder = db_lock("b").holder()
+        assert holder.in_transaction
+        assert holder.holder == ""
+        assert str(holder) == "an open transaction"
     assert db_lock("b").holder() is None
 
 
 @POSTGRESQL
-def test_a_hidden_session_is_not_named_on_pages(workers, boss, settings):
+def test_a_hidden_session_is_not_named_on_pages(worker, boss, settings):
     settings.DLOCKS_SHOW_HOLDER = False
-    (worker,) = workers(1)
     with_sessions("stock:7")
-    worker.start(keep, "stock:7", "lock")
-    session = worker.hear()
-    for address in LIST, detail("stock:7"):
-        text = page(boss.get(address))
-        assert IN_TRANSACTION in text
-        assert f"session {session}" not in text
-    assert str(db_lock("stock:7").holder()).startswith("a hidden holder for")
-    worker.tell()
-    worker.hear()
+    with worker.doing(keep, "stock:7", "lock") as session:
+        for address in LIST, detail("stock:7"):
+            text = page(boss.get(address))
+            assert IN_TRANSACTION in text
+            assert f"session {session}" not in text
+        assert str(db_lock("stock:7").holder()).startswith("a hidden holder for")
+
+
+@pytest.fixture
+def waited_for(workers):
+    """Return a context manager in which a transaction keeps a key with a waiter.
+
+    It yields the session of the transaction.
+    """
+
+    @contextmanager
+    def keeping(key, using="default"):
+        keeper, waiter = workers(2)
+        with keeper.doing(keep, key, "lock", using) as session:
+            waiter.start(jobs.wait_quietly, key, using=using, timeout=300)
+            yield session
+        waiter.hear()
+
+    return keeping
 
 
 @INNODB
 @ROWS
-def test_a_key_with_waiters_is_held_in_a_transaction(using, workers, boss, until):
+def test_a_key_with_waiters_is_held_in_a_transaction(
+    using, worker, waited_for, boss, until
+):
     """Where the user may read the locks of rows (MySQL), the session is named.
 
     Each backend has a key of its own, since an answer may be a second old.
     """
     key = f"stock:{using}"
-    keeper, waiter = workers(2)
-    keeper.start(keep, key, "lock", using)
-    session = keeper.hear()
     lock = db_lock(key, using=using)
-    # Without waiters, no probe may be in the way.
-    assert lock.holder() is None
-    assert key not in listed("--using", using)
-    waiter.start(jobs.wait_for, key, using=using, timeout=60)
-    assert waiter.hear() == "waiting"
-    until(lambda: lock.holder() is not None, 30)
-    until(lambda: listed("--using", using).get(key), 30)
-    holder = lock.holder()
-    name = f"session {session}" if ENGINE == "mysql" else ""
-    assert (holder.in_transaction, holder.holder) == (True, name)
-    with pytest.raises(LockTimeout, match="in a transaction|by an open transaction"):
-        db_lock(key, using=using, timeout=0.1).acquire()
-    if using == "default":
-        for address in LIST, detail(key):
-            assert IN_TRANSACTION in text_of(page(boss.get(address)))
-    keeper.tell()
-    keeper.hear()
-    waiter.hear()
+    with worker.doing(keep, key, "lock", using):
+        # Without waiters, no probe may be in the way.
+        assert lock.holder() is None
+        assert key not in listed("--using", using)
+    with waited_for(key, using) as session:
+        until(lambda: lock.holder() is not None, 30)
+        until(lambda: listed("--using", using).get(key), 30)
+        holder = lock.holder()
+        name = f"session {session}" if ENGINE == "mysql" else ""
+        assert (holder.in_transaction, holder.holder) == (True, name)
+        kept = "in a transaction|by an open transaction"
+        with pytest.raises(LockTimeout, match=kept):
+            db_lock(key, using=using, timeout=0.1).acquire()
+        if using == "default":
+            for address in LIST, detail(key):
+                assert IN_TRANSACTION in text_of(page(boss.get(address)))
     assert lock.holder() is None
 
 
@@ -204,25 +210,20 @@ def test_a_session_that_locks_only_a_gap_is_not_the_holder(workers, until):
     """InnoDB lists the lock of a gap under the key that follows it."""
     earlier, keeper, later, waiter = workers(4)
     with_sessions("gap:7")
-    earlier.start(lock_the_gap, "gap:6")
-    assert earlier.hear() == "locked"
-    keeper.start(keep, "gap:7", "lock")
-    session = keeper.hear()
-    later.start(lock_the_gap, "gap:6")
-    assert later.hear() == "locked"
-    waiter.start(jobs.wait_for, "gap:7", timeout=60)
-    assert waiter.hear() == "waiting"
-    lock = db_lock("gap:7")
-    until(lambda: lock.holder() is not None, 30)
-    assert lock.holder().holder == f"session {session}"
-    for worker in earlier, later, keeper:
-        worker.tell()
-        worker.hear()
+    with (
+        earlier.doing(lock_the_gap, "gap:6"),
+        keeper.doing(keep, "gap:7", "lock") as session,
+        later.doing(lock_the_gap, "gap:6"),
+    ):
+        waiter.start(jobs.wait_quietly, "gap:7", timeout=60)
+        lock = db_lock("gap:7")
+        until(lambda: lock.holder() is not None, 30)
+        assert lock.holder().holder == f"session {session}"
     waiter.hear()
 
 
 @INNODB
-def test_probes_are_rare(workers):
+def test_probes_are_rare(waited_for, in_queue):
     """A process looks at most once in a second, and never on a replica.
 
     Some statements make sure that it was not a short step. One more looks at expired
@@ -240,24 +241,17 @@ def test_probes_are_rare(workers):
 
     rows.stale("old")
     rows.stale_share("catalogue", 1)
-    keeper, waiter = workers(2)
     with_sessions("stock:7", "stock:8")
-    keeper.start(keep, "stock:7", "lock")
-    keeper.hear()
-    waiter.start(jobs.wait_for, "stock:7", timeout=60)
-    assert waiter.hear() == "waiting"
-    with connection.cursor() as cursor:
+    with waited_for("stock:7"), connection.cursor() as cursor:
+        in_queue(1)
         cursor.execute("SET GLOBAL read_only = ON")
         try:
             assert probes(20) == 0
         finally:
             cursor.execute("SET GLOBAL read_only = OFF")
-    began = time.monotonic()
-    sent = probes(20)
-    assert sent <= (MOST_PER_PROBE + 2) * (time.monotonic() - began + 1)
-    keeper.tell()
-    keeper.hear()
-    waiter.hear()
+        began = time.monotonic()
+        sent = probes(20)
+        assert sent <= (MOST_PER_PROBE + 2) * (time.monotonic() - began + 1)
 
 
 @pytest.fixture
@@ -283,16 +277,9 @@ def holder_of(pipe, key):
 
 
 @INNODB
-def test_without_rights_the_session_is_not_known(unprivileged, workers):
-    keeper, waiter = workers(2)
-    keeper.start(keep, "stock:7", "lock")
-    keeper.hear()
-    waiter.start(jobs.wait_for, "stock:7", timeout=60)
-    assert waiter.hear() == "waiting"
-    assert unprivileged.call(holder_of, "stock:7") == "an open transaction"
-    keeper.tell()
-    keeper.hear()
-    waiter.hear()
+def test_without_rights_the_session_is_not_known(unprivileged, waited_for):
+    with waited_for("stock:7"):
+        assert unprivileged.call(holder_of, "stock:7") == "an open transaction"
 
 
 @pytest.mark.engine("sqlite", "mariadb", "mysql")
@@ -302,16 +289,8 @@ def test_a_page_says_that_a_free_key_may_be_in_a_transaction(boss):
     assert "This key is free, or in a transaction." in text
 
 
-def test_a_polling_control_room_makes_no_key_busy(boss, workers, threads, in_queue):
+def test_a_polling_control_room_makes_no_key_busy(boss, waited_for, threads, in_queue):
     """No acquire of a free key fails, though each page looks for transactions."""
-    keeper, waiter = workers(2)
-    servers = ENGINE != "sqlite"
-    if servers:
-        keeper.start(keep, "busy", "lock")
-        keeper.hear()
-        waiter.start(jobs.wait_for, "busy", timeout=300)
-        assert waiter.hear() == "waiting"
-        in_queue(1, "busy")
     polled, over = threading.Semaphore(0), threading.Event()
 
     def poll():
@@ -321,22 +300,22 @@ def test_a_polling_control_room_makes_no_key_busy(boss, workers, threads, in_que
             db_lock("stock:0").holder()
             polled.release()
 
-    poller = threads(poll)
-    try:
-        assert polled.acquire(timeout=60)
-        refused = 0
-        for number in range(volume(350)):
-            hold = db_lock(f"stock:{number % 10}").try_acquire()
-            refused += hold is None
-            if hold is not None:
-                hold.release()
-        # The pages were read meanwhile.
-        assert polled.acquire(timeout=60)
-        assert refused == 0
-    finally:
-        over.set()
-        poller.join(60)
+    servers = ENGINE != "sqlite"
+    with waited_for("busy") if servers else nullcontext():
         if servers:
-            keeper.tell()
-            keeper.hear()
-            waiter.hear()
+            in_queue(1, "busy")
+        poller = threads(poll)
+        try:
+            assert polled.acquire(timeout=60)
+            refused = 0
+            for number in range(volume(350)):
+                hold = db_lock(f"stock:{number % 10}").try_acquire()
+                refused += hold is None
+                if hold is not None:
+                    hold.release()
+            # The pages were read meanwhile.
+            assert polled.acquire(timeout=60)
+            assert refused == 0
+        finally:
+            over.set()
+            poller.join(60)

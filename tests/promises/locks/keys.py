@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import io
-
-from django.core.management import call_command
+import threading
+from contextlib import ExitStack, contextmanager
 
 from dlocks.models import LockClaim, ResourceLock
 from dlocks.testing import held_elsewhere
+from tests.promises.commands.running import run
 from tests.timing import eventually
 
 
@@ -25,8 +25,7 @@ def is_taken(key, using="default"):
 
 def clear(key, using="default"):
     """End the hold of a key as an operator does."""
-    reason = "--reason", "tests"
-    call_command("clear_lock", key, "--yes", *reason, using=using, stdout=io.StringIO())
+    run("clear_lock", key, "--yes", "--reason", "tests", using=using)
 
 
 def row(key):
@@ -49,6 +48,19 @@ def await_renewal(hold):
 
     eventually(has_grown, 30)
     return lowest
+
+
+@contextmanager
+def unlocked_after(seconds, worker, job, *args, **which):
+    """Let a process lock a row for some seconds from the beginning of a block."""
+    with ExitStack() as stack:
+        stack.enter_context(worker.doing(job, *args, **which))
+        timer = threading.Timer(seconds, stack.close)
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.join()
 
 
 def queued(key):

@@ -1,11 +1,9 @@
 """hold.atomic(): work commits under the lock, or not at all."""
 
-import io
 import time
 from contextlib import nullcontext, suppress
 
 import pytest
-from django.core.management import CommandError, call_command
 from django.db import IntegrityError, connection, transaction
 
 from dlocks import LockBackendError, LockLost, LockTimeout, db_lock, db_rwlock
@@ -14,6 +12,7 @@ from dlocks.testing import expire, held_elsewhere, lose
 from tests import jobs
 from tests.for_each import for_each
 from tests.models import Counter
+from tests.promises.commands.running import refused, run
 from tests.promises.locks.keys import await_renewal, clear
 from tests.promises.locks.keys import row as row_of
 from tests.timing import in_time
@@ -331,37 +330,28 @@ def test_a_guard_is_refused_without_autocommit(using, in_other_thread):
 
 
 @EVERY_SERVER
-def test_a_guarded_shared_hold_delays_no_operation_on_its_key(workers, until):
+def test_a_guarded_shared_hold_delays_no_operation_on_its_key(worker, until):
     """The guard takes longer than the ttl and the grace, and no writer gets the key."""
-    (holder,) = workers(1)
-    holder.start(jobs.share_under_guard, "stock", ttl=1.5)
-    token = holder.hear()
-    began = time.monotonic()
-    with pytest.raises(LockTimeout):
-        db_lock("stock", timeout=1.0).acquire()
-    claims = LockClaim.objects.by_clock()
-    until(lambda: claims.get(version=token).seconds_left < -0.5)
-    clear_share = "clear_lock", "stock", "--share", str(token), "--yes"
-    with pytest.raises(CommandError):
-        call_command(*clear_share, "--reason", "tests", stdout=io.StringIO())
-    call_command("reap_locks", stdout=io.StringIO())
-    assert claims.filter(version=token).exists()
-    # The guarded claim now looks like that of a waiter that died long ago.
-    with pytest.raises(LockTimeout):
-        db_lock("stock", timeout=0.2).acquire()
-    took = time.monotonic() - began
-    holder.tell()
-    assert holder.hear() == "ended"
+    with worker.doing(jobs.share_under_guard, "stock", ttl=1.5) as token:
+        began = time.monotonic()
+        with pytest.raises(LockTimeout):
+            db_lock("stock", timeout=1.0).acquire()
+        claims = LockClaim.objects.by_clock()
+        until(lambda: claims.get(version=token).seconds_left < -0.5)
+        refused("clear_lock", "stock", "--share", f"{token}", "--yes")
+        run("reap_locks")
+        assert claims.filter(version=token).exists()
+        # The guarded claim now looks like that of a waiter that died long ago.
+        with pytest.raises(LockTimeout):
+            db_lock("stock", timeout=0.2).acquire()
+        took = time.monotonic() - began
     in_time(took, 15)
     db_lock("stock", timeout=5).acquire().release()
 
 
 @pytest.mark.front
 def test_the_memory_backend_simulates_a_guard():
-    """Tests without a database see a guard that succeeds, or that finds a loss.
-
-    Other locks that are not in the database cannot guard it.
-    """
+    """It succeeds, or finds a loss. Other locks beside the database refuse it."""
     with db_lock("stock", using="memory") as hold, hold.atomic():
         assert hold.held
     with pytest.raises(LockLost), db_lock("stock", using="memory") as hold:
@@ -371,8 +361,8 @@ def test_the_memory_backend_simulates_a_guard():
     with pytest.raises(LockLost), db_lock("stock", using="memory") as hold:
         with hold.atomic():
             expire(hold)
-    refused = pytest.raises(RuntimeError, match="DummyBackend cannot guard a transacti")
-    with db_lock("stock", using="dummy") as hold, refused, hold.atomic():
+    no_guard = pytest.raises(RuntimeError, match="DummyBackend cannot guard a transact")
+    with db_lock("stock", using="dummy") as hold, no_guard, hold.atomic():
         pass
 
 
@@ -387,8 +377,7 @@ def test_two_statements_more_than_the_transaction_itself(
 
 @SERVERS
 @for_each("level", ["READ COMMITTED", "REPEATABLE READ"])
-def test_a_second_alias_of_the_same_database_can_be_guarded(row, workers, level):
-    (worker,) = workers(1)
+def test_a_second_alias_of_the_same_database_can_be_guarded(row, worker, level):
     row(7)
     worker.start(jobs.write_by_second_alias, "stock", level=level, ttl=1.5)
     assert worker.hear() == "inside"
@@ -414,15 +403,13 @@ def test_a_second_alias_of_the_same_database_can_be_guarded(row, workers, level)
         ("insert", ("stock", "price"), "transaction"),
     ],
 )
-def test_a_key_guarded_on_a_second_alias_ends_with_its_commit(case, workers):
+def test_a_key_guarded_on_a_second_alias_ends_with_its_commit(case, worker):
+    """The exit does not wait for a row that its own process has locked."""
     using, keys, release_at = case
-    (worker,) = workers(1)
-    worker.start(jobs.leave_by_second_alias, *keys, using=using, release_at=release_at)
-    # The exit must not wait for a row that its own process has locked.
-    assert worker.hear(10) == "left"
-    assert db_lock(keys[-1], using=using).try_acquire() is None
-    worker.tell()
-    assert worker.hear() == "ended"
+    began, policy = time.monotonic(), {"using": using, "release_at": release_at}
+    with worker.doing(jobs.leave_by_second_alias, *keys, **policy):
+        in_time(time.monotonic() - began, 10)
+        assert db_lock(keys[-1], using=using).try_acquire() is None
     db_lock(*keys, using=using, timeout=5).acquire().release()
 
 
@@ -456,8 +443,7 @@ def test_a_release_with_waiters_does_not_change_the_guard(case, row, workers, un
         with lock("stock", using=using, scope="lease", release_at="exit") as hold:
             impatient.start(jobs.acquire, "stock", using=using, timeout=2.0)
             until(lambda: hold.queue_length() == 1)
-            patient.start(jobs.wait_for, "stock", using=using, timeout=30)
-            assert patient.hear() == "waiting"
+            patient.start(jobs.wait_quietly, "stock", using=using, timeout=30)
             until(lambda: hold.queue_length() == 2)
             with hold.atomic():
                 Counter.objects.update(value=3)

@@ -69,10 +69,7 @@ def stock():
 # MariaDB behaves as older versions do in the last case, in which it refuses no changes.
 @for_each("case", [*((kind, True) for kind in LOCKS), ("lease", False)])
 def test_no_guard_fails_next_to_a_busy_queue(case, stock, threads):
-    """Guarded commits at REPEATABLE READ succeed next to a busy queue.
-
-    Six threads join the queue of the key and time out.
-    """
+    """Six threads join the queue of the key and time out, at REPEATABLE READ."""
     kind, refuse_changes = case
     stop = threading.Event()
 
@@ -97,40 +94,26 @@ def test_no_guard_fails_next_to_a_busy_queue(case, stock, threads):
 @for_each("level", ["READ COMMITTED", "REPEATABLE READ"])
 @for_each("kind", ["lease", "read lock"])
 def test_a_guard_that_waits_for_its_row_delays_no_other_key(
-    kind, level, workers, threads
+    kind, level, workers, threads, in_other_thread
 ):
-    """A guard that waits for its row delays no caller of the neighbouring keys.
-
-    Another session locks that row for 0.3 s.
-    """
+    """Another session locks that row for 0.3 s. The other keys are its neighbours."""
     locker, other = workers(2)
     for key in ("stoca", "stocz"):
         db_lock(key).acquire().release()
-    acquired, locked, inside, leave = (threading.Event() for _ in range(4))
-    tokens = []
+    inside, leave = threading.Event(), threading.Event()
+    hold = in_other_thread(LOCKS[kind]("stock").acquire)
 
     def guard():
-        with LOCKS[kind]("stock") as hold, jobs.isolated(level):
-            connection.ensure_connection()
-            tokens.append(hold.token)
-            acquired.set()
-            assert locked.wait(20)
-            with hold.atomic():
-                inside.set()
-                assert leave.wait(60)
+        with hold, jobs.isolated(level), hold.atomic():
+            inside.set()
+            assert leave.wait(60)
 
-    guarding = threads(guard)
-    try:
-        assert acquired.wait(20)
-        if kind == "lease":
-            locker.start(jobs.lock_row, "stock")
-        else:
-            locker.start(jobs.lock_claim, version=tokens[0])
-        assert locker.hear() == "locked"
-        locked.set()
+    row = (jobs.lock_row, "stock") if kind == "lease" else (jobs.lock_claim,)
+    which = {} if kind == "lease" else {"version": hold.token}
+    with locker.doing(*row, **which):
+        guarding = threads(guard)
         assert not inside.wait(0.3)
-        locker.tell()
-        assert locker.hear() == "unlocked"
+    try:
         assert inside.wait(20)
         other.start(jobs.use_keys, "stoca", "stocz", "stocj", "stocl", timeout=2.0)
         # A wait for a gap lock would take 50 s.
@@ -139,15 +122,13 @@ def test_a_guard_that_waits_for_its_row_delays_no_other_key(
     finally:
         leave.set()
     guarding.join()
+    in_other_thread(hold.release)
     assert not LockClaim.objects.exists()
 
 
 @for_each("kind", ["lease", "two leases"])
 def test_an_outermost_guard_restarts_after_a_conflict(kind, stock, stops, brisk):
-    """A row that changes after the snapshot costs another BEGIN.
-
-    The block runs once.
-    """
+    """A row that changes after the snapshot costs a BEGIN. The block runs once."""
     pinned, ran = [], []
     sent, go_on, done = threading.Event(), threading.Event(), threading.Event()
 
@@ -181,11 +162,7 @@ def test_an_outermost_guard_restarts_after_a_conflict(kind, stock, stops, brisk)
 
 
 def test_an_inner_guard_asks_to_retry_the_transaction(stock, brisk):
-    """A guard in a transaction with a snapshot raises an error on a conflict.
-
-    The guard cannot restart the transaction. The error says so, and nothing is
-    committed.
-    """
+    """It cannot restart a transaction with a snapshot. Nothing is committed."""
     with repeatable_read(refuse_changes=True), db_lock("stock") as hold:
 
         def write():

@@ -44,20 +44,16 @@ def left(key):
 
 @pytest.mark.driver
 @for_each("using", ["default", "optimistic", "insert", "prefixed"])
-def test_a_detached_hold_is_busy_until_it_is_resumed(using, workers):
+def test_a_detached_hold_is_busy_until_it_is_resumed(using, worker):
     """The row shows the process that resumed it."""
-    (worker,) = workers(1)
     lock = db_lock("export:7", using=using)
     with lock as hold:
         text = hold.detach()
     assert is_taken("export:7", using)
-    worker.start(jobs.resume, text)
-    token = worker.hear()
-    assert token > hold.token
-    assert is_taken("export:7", using)
-    assert lock.holder().holder.split(":")[1] == str(worker.process.pid)
-    worker.tell()
-    assert worker.hear() == "released"
+    with worker.doing(jobs.resume, text) as token:
+        assert token > hold.token
+        assert is_taken("export:7", using)
+        assert lock.holder().holder.split(":")[1] == str(worker.process.pid)
     assert not is_taken("export:7", using)
 
 

@@ -30,17 +30,12 @@ SERVERS = pytest.mark.engine("postgresql", "mariadb")
 @SERVERS
 @FAMILY
 def test_waiters_in_transactions_do_not_lock_the_holders_row(using, workers):
-    """A waiter in a transaction must not leave the holder's row locked.
-
-    It can meet the row just when another caller acquires it.
-    """
+    """It can meet the row just when another caller acquires it."""
     crowd, policy = workers(6), {"using": using, "seconds": volume(5) / 10}
-    for holder in crowd[::2]:
+    for holder, waiter in zip(crowd[::2], crowd[1::2], strict=True):
         holder.start(jobs.hold_and_time_releases, "stock:7", **policy)
-    for waiter in crowd[1::2]:
         waiter.start(jobs.wait_in_transactions, "stock:7", timeout=0.05, **policy)
-    longest = max(worker.hear() or 0 for worker in crowd)
-    in_time(longest, 2.0)
+    in_time(max(worker.hear() or 0 for worker in crowd), 2.0)
 
 
 @SERVERS
@@ -57,40 +52,32 @@ def test_an_inner_rollback_does_not_release_an_exited_lease(is_busy):
     assert not is_busy()
 
 
-@SERVERS
+@pytest.mark.engine("postgresql", "mariadb", "mysql")
 @FAMILY
-def test_a_lost_holder_does_not_wait_for_its_successor(using, workers, until):
-    (successor,) = workers(1)
-    with (
-        pytest.raises(LockLost),
-        db_lock("stock:7", using=using, ttl=0.2, renew=False) as hold,
-    ):
-        until(lambda: not hold.held)
-        successor.start(jobs.hold_in_transaction, "stock:7", using=using, timeout=20)
-        successor.hear()
+def test_a_lost_holder_does_not_wait_for_its_successor(using, worker, until):
+    """The successor has taken the key over in a transaction that goes on."""
+    hold = db_lock("stock:7", using=using, ttl=0.2, renew=False).acquire()
+    until(lambda: not hold.held)
+    policy = {"using": using, "timeout": 20}
+    with worker.doing(jobs.hold_in_transaction, "stock:7", **policy):
         started = time.monotonic()
-    took = time.monotonic() - started
-    assert not successor.pipe.poll()
-    successor.tell()
-    assert successor.hear() == "ended"
+        with pytest.raises(LockLost):
+            hold.release()
+        took = time.monotonic() - started
+        assert not worker.pipe.poll()
     in_time(took, 5)
 
 
 @SERVERS
-def test_deleting_a_row_after_the_commit_does_not_wait(workers):
-    (successor,) = workers(1)
-
-    def meanwhile():
-        successor.start(jobs.hold_in_transaction, "stock:7", using="insert")
-        successor.hear()
-
-    with transaction.atomic():
-        transaction.on_commit(meanwhile)
-        with db_lock("stock:7", using="insert"):
-            pass
-    assert not successor.pipe.poll()
-    successor.tell()
-    assert successor.hear() == "ended"
+def test_deleting_a_row_after_the_commit_does_not_wait(worker):
+    """The key has a successor already, which holds it in a transaction."""
+    holding = worker.doing(jobs.hold_in_transaction, "stock:7", using="insert")
+    with contextlib.ExitStack() as stack:
+        with transaction.atomic():
+            transaction.on_commit(lambda: stack.enter_context(holding))
+            with db_lock("stock:7", using="insert"):
+                pass
+        assert not worker.pipe.poll()
 
 
 @SERVERS
@@ -144,31 +131,24 @@ def test_reentrant_false_allows_consecutive_holds(using):
 
 
 @FAMILY
-def test_an_unrenewed_lease_has_its_whole_ttl_after_a_wait(using, workers, until):
+def test_an_unrenewed_lease_has_its_whole_ttl_after_a_wait(using, worker, until):
     """It is not limited to the short lease that a release grants to a waiter."""
-    holder, waiter = workers(2)
-    holder.start(jobs.hold, "stock:7", using=using)
-    first = holder.hear()
     policy = {"using": using, "ttl": 20, "renew": False, "timeout": 30}
-    waiter.start(jobs.acquire_and_tell, "stock:7", **policy)
-    until(queued("stock:7").exists)
-    holder.tell()
-    assert holder.hear() == "released"
-    token, remaining = waiter.hear()
-    assert token > first
+    with db_lock("stock:7", using=using) as first:
+        worker.start(jobs.acquire_and_tell, "stock:7", **policy)
+        until(queued("stock:7").exists)
+    token, remaining = worker.hear()
+    assert token > first.token
     assert 15 < remaining <= 20
-    waiter.tell()
-    assert waiter.hear() == "released"
+    worker.tell()
+    worker.hear()
 
 
 @pytest.mark.engine("postgresql")
 async def test_a_waiter_that_misses_its_turn_does_not_hold_the_key(
     stops, workers, in_other_thread, until
 ):
-    """A process is notified of its turn and then pauses.
-
-    It pauses until another process holds the key.
-    """
+    """The process is notified, and pauses until another process holds the key."""
     first, second = workers(2)
     going, waiting = threading.Event(), queued("stock:7")
 
@@ -178,18 +158,15 @@ async def test_a_waiter_that_misses_its_turn_does_not_hold_the_key(
 
     going.set()
     stops.replace("poll", poll_in_time)
-    first.start(jobs.hold, "stock:7")
-    first.hear()
-    task = asyncio.ensure_future(db_lock("stock:7", timeout=30).aacquire())
-    while not in_other_thread(waiting.count):
-        await asyncio.sleep(0.01)
-    second.start(jobs.hold, "stock:7", timeout=30)
-    until(lambda: in_other_thread(waiting.count) == 2)
-    # From here on the event loop is blocked. The thread that polls has been notified
-    # and is paused.
-    going.clear()
-    first.tell()
-    assert first.hear() == "released"
+    with first.doing(jobs.hold, "stock:7"):
+        task = asyncio.ensure_future(db_lock("stock:7", timeout=30).aacquire())
+        while not in_other_thread(waiting.count):
+            await asyncio.sleep(0.01)
+        second.start(jobs.hold, "stock:7", timeout=30)
+        until(lambda: in_other_thread(waiting.count) == 2)
+        # From here on the event loop is blocked. The thread that polls has been
+        # notified and is paused.
+        going.clear()
     token = second.hear()
     going.set()
     with contextlib.suppress(TimeoutError):
@@ -200,7 +177,7 @@ async def test_a_waiter_that_misses_its_turn_does_not_hold_the_key(
     while not in_other_thread(waiting.count):
         await asyncio.sleep(0.01)
     second.tell()
-    assert second.hear() == "released"
+    second.hear()
     hold = await task
     assert hold.token > token
     await hold.arelease()

@@ -20,6 +20,7 @@ from dlocks import (
     resume_hold,
 )
 from dlocks.models import LockClaim, ResourceLock
+from dlocks.testing import held_elsewhere
 from tests.for_each import for_each
 from tests.volume import volume
 
@@ -58,28 +59,6 @@ class AlarmError(RuntimeError):
 
     It is a RuntimeError, because refusals are RuntimeErrors too.
     """
-
-
-@pytest.fixture
-def held_elsewhere(threads):
-    """Return a context manager in which another thread holds the key."""
-
-    @contextlib.contextmanager
-    def hold():
-        taken, done = threading.Event(), threading.Event()
-
-        def run():
-            with db_lock("stock:7", timeout=30):
-                taken.set()
-                done.wait(60)
-
-        thread = threads(run)
-        assert taken.wait(30)
-        yield
-        done.set()
-        thread.join(30)
-
-    return hold
 
 
 # Chosen points: before a request is sent, and after it was answered.
@@ -163,7 +142,7 @@ def test_an_interrupt_inside_a_transaction_leaves_nothing(interrupt, is_free):
         assert is_free(), case
 
 
-def test_an_interrupt_of_a_wait_leaves_no_claim(interrupt, held_elsewhere, until):
+def test_an_interrupt_of_a_wait_leaves_no_claim(interrupt, until):
     """It may come while the caller joins the queue, leaves it, or reads the holder."""
     exclusive = partial(db_lock, "stock:7")
     shared = partial(db_semaphore, "stock:7", 2)
@@ -173,7 +152,7 @@ def test_an_interrupt_of_a_wait_leaves_no_claim(interrupt, held_elsewhere, until
     ]
     # A caller that is late does not join the queue, so it has nothing to leave.
     timeouts = {"enqueue": 10, "release": 2}
-    with held_elsewhere():
+    with held_elsewhere("stock:7"):
         for lock, name, when in cases:
             with interrupt("default", name, when, KeyboardInterrupt):
                 lock(timeout=timeouts.get(name, 0.3)).acquire()

@@ -11,10 +11,10 @@ import pytest
 from django.db import connection, transaction
 
 from dlocks import LockBackendError, LockLost, db_lock, db_semaphore, resume_hold
-from dlocks.models import ResourceLock
 from dlocks.testing import lose
+from tests import jobs
 from tests.for_each import for_each
-from tests.promises.locks.keys import is_taken
+from tests.promises.locks.keys import is_taken, unlocked_after
 from tests.sync_and_async import sync_and_async
 from tests.timing import eventually
 
@@ -299,34 +299,16 @@ def test_a_new_ttl_whose_request_fails_is_that_of_the_next_renewal(using, stops,
 
 
 @SERVERS
-def test_a_row_that_is_locked_for_a_moment_is_renewed_then(threads):
+def test_a_row_that_is_locked_for_a_moment_is_renewed_then(worker):
     """Nothing is renewed in silence for less than the new ttl."""
-    locked, tried = threading.Event(), threading.Event()
-
-    def lock_row(seconds):
-        with transaction.atomic():
-            ResourceLock.objects.select_for_update().get(pk="stock:7")
-            locked.set()
-            assert tried.wait(30)
-            time.sleep(seconds)
-
+    refused = pytest.raises(LockBackendError, match="'stock:7' could not be ext")
     with db_lock("stock:7", ttl=60) as hold:
-        for seconds in (0.1, 3):
-            locked.clear()
-            tried.clear()
-            other = threads(lambda seconds=seconds: lock_row(seconds))
-            assert locked.wait(30)
-            tried.set()
-            if seconds == 0.1:
-                hold.renew(ttl=600)
-                left = left_for_others("stock:7")[0]
-                assert 595 < hold.remaining <= left + 0.1
-            else:
-                with pytest.raises(
-                    LockBackendError, match="'stock:7' could not be ext"
-                ):
-                    hold.renew(ttl=1200)
-            other.join(30)
+        with unlocked_after(0.1, worker, jobs.lock_row, "stock:7"):
+            hold.renew(ttl=600)
+            left = left_for_others("stock:7")[0]
+            assert 595 < hold.remaining <= left + 0.1
+        with worker.doing(jobs.lock_row, "stock:7"), refused:
+            hold.renew(ttl=1200)
 
 
 @SERVERS
