@@ -278,8 +278,7 @@ def what_the_check_says(pipe):
 
 
 def migrate_dlocks(pipe):
-    """Create a database with the tables of dlocks and of permissions."""
-    _create_database()
+    """Create the tables of dlocks and of permissions."""
     call_command("migrate", "dlocks", verbosity=0)
     # All migrations of Django would take longer than the tests.
     with connection.schema_editor() as editor:
@@ -321,30 +320,6 @@ def hold_again_and_again(pipe, path, key, **policy):
                 time.sleep(0.02)
     pipe.hear()
     return troubles
-
-
-def _create_database():
-    """Create the database on a new server."""
-    port, engine, name = (
-        os.environ[f"DLOCKS_TEST_{part}"] for part in ("PORT", "ENGINE", "NAME")
-    )
-    if engine == "postgresql":
-        import psycopg
-
-        server = psycopg.connect(
-            host="127.0.0.1",
-            port=port,
-            user="dlocks",
-            dbname="postgres",
-            autocommit=True,
-        )
-        server.execute(f"CREATE DATABASE {name}")
-    else:
-        import MySQLdb
-
-        server = MySQLdb.connect(host="127.0.0.1", port=int(port), user="root")
-        server.cursor().execute(f"CREATE DATABASE {name} CHARACTER SET utf8mb4")
-    server.close()
 
 
 def state(pipe, key):

@@ -1,4 +1,4 @@
-"""A TCP proxy on loopback that can drop a reply or hold back all traffic.
+"""A TCP proxy that can drop replies, delay traffic and cut connections.
 
 Dropping a reply also cuts the connection.
 """
@@ -6,23 +6,49 @@ Dropping a reply also cuts the connection.
 from __future__ import annotations
 
 import contextlib
+import random
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
+
+
+class Link:
+    """One connection through the proxy."""
+
+    def __init__(self, client: socket.socket, server: socket.socket) -> None:
+        self.client, self.server = client, server
+        self.threads: list[threading.Thread] = []
+        # Whether the reply to the next request, or the next reply, is dropped.
+        self.swallows = self.marked = False
+        # Seconds by which the reply to the next request is delayed, and the time until
+        # which replies are delayed.
+        self.late = self.delayed_until = 0.0
+
+    def cut(self) -> None:
+        for one in (self.client, self.server):
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
 
 
 class Proxy:
     """A proxy in front of ``port``.
 
-    ``swallow()`` makes it forward one more request and drop the reply.
+    ``swallow()`` makes it forward one more request and drop the reply. ``is_late`` is
+    called with the seconds when a request is sent whose reply will be late.
     """
 
-    def __init__(self, port: int) -> None:
-        self._target = port
-        self._listener = socket.create_server(("127.0.0.1", 0))
+    def __init__(
+        self,
+        port: int,
+        address: str = "127.0.0.1",
+        is_late: Callable[[float], object] = lambda seconds: None,
+    ) -> None:
+        self._target, self._is_late = port, is_late
+        self._listener = socket.create_server((address, 0))
         self.port: int = self._listener.getsockname()[1]
         self._armed = threading.Event()
+        self._until: threading.Event | None = None
         self.swallowed = threading.Event()
         # While set, the server's replies are delayed. They are forwarded afterwards.
         self.late = threading.Event()
@@ -30,8 +56,8 @@ class Proxy:
         # Connections that were used meanwhile are closed afterwards.
         self.cut = threading.Event()
         self._closed = False
-        self._open: list[socket.socket] = []
-        self._threads: list[threading.Thread] = []
+        self._links: list[Link] = []
+        self._mutex = threading.Lock()
         self._acceptor = threading.Thread(target=self._accept, daemon=True)
         self._acceptor.start()
 
@@ -47,9 +73,23 @@ class Proxy:
         self.swallowed.clear()
         self._armed.set()
 
+    def links(self) -> list[Link]:
+        with self._mutex:
+            return list(self._links)
+
+    def some(self, chance: random.Random) -> list[Link]:
+        """Return about every second connection."""
+        return [link for link in self.links() if chance.random() < 0.5]
+
+    def one(self, chance: random.Random) -> list[Link]:
+        """Return any connection, if there is one."""
+        links = self.links()
+        return [chance.choice(links)] if links else []
+
     def disconnect(self) -> None:
         """End all connections. The server completes what it executes."""
-        _end(*self._open)
+        for link in self.links():
+            link.cut()
 
     def close(self) -> None:
         self._closed = True
@@ -57,57 +97,74 @@ class Proxy:
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._acceptor.join(10)
-        _end(*self._open)
-        for thread in self._threads:
-            thread.join(10)
-        for one in [self._listener, *self._open]:
-            one.close()
+        self._listener.close()
+        for link in self.links():
+            link.cut()
+            for thread in link.threads:
+                thread.join(10)
 
     def _accept(self) -> None:
-        for client, server in connected(self._listener, self._target):
-            self._open += [client, server]
-            marked = threading.Event()
-            for copy, sockets in (
-                (self._requests, (client, server)),
-                (self._replies, (server, client)),
-            ):
-                self._threads.append(
-                    threading.Thread(target=copy, args=(*sockets, marked), daemon=True)
-                )
-                self._threads[-1].start()
-
-    def _requests(
-        self, client: socket.socket, server: socket.socket, marked: threading.Event
-    ) -> None:
         with contextlib.suppress(OSError):
-            while data := client.recv(65536):
+            while True:
+                client, _ = self._listener.accept()
+                try:
+                    server = socket.create_connection(("127.0.0.1", self._target))
+                except OSError:
+                    # The server is not running at the moment.
+                    client.close()
+                    continue
+                for end in (client, server):
+                    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                link = Link(client, server)
+                link.threads = [
+                    threading.Thread(target=copy, args=(link,), daemon=True)
+                    for copy in (self._requests, self._replies)
+                ]
+                with self._mutex:
+                    self._links.append(link)
+                for thread in link.threads:
+                    thread.start()
+
+    def _requests(self, link: Link) -> None:
+        with contextlib.suppress(OSError):
+            while data := link.client.recv(65536):
                 if self._armed.is_set() and self._text in data:
                     self._times -= 1
                     if self._times <= 0:
                         self._armed.clear()
-                    marked.set()
+                    link.marked = True
+                link.marked |= link.swallows
+                if link.late:
+                    self._is_late(link.late)
+                    link.delayed_until, link.late = time.monotonic() + link.late, 0.0
                 if self._withheld():
                     break
-                server.sendall(data)
-        _end(client, server)
+                link.server.sendall(data)
+        link.cut()
 
-    def _replies(
-        self, server: socket.socket, client: socket.socket, marked: threading.Event
-    ) -> None:
+    def _replies(self, link: Link) -> None:
         with contextlib.suppress(OSError):
-            while data := server.recv(65536):
-                if marked.is_set():
+            while data := link.server.recv(65536):
+                if link.marked:
                     # The statement has been run and committed. Its reply is dropped.
                     self.swallowed.set()
                     if self._until is not None:
                         self._until.wait(60)
                     break
-                while self.late.is_set() and not self._closed:
+                while (
+                    self.late.is_set() or link.delayed_until > time.monotonic()
+                ) and not self._closed:
                     time.sleep(0.01)
                 if self._withheld():
                     break
-                client.sendall(data)
-        _end(client, server)
+                link.client.sendall(data)
+        link.cut()
+        with self._mutex:
+            self._links.remove(link)
+        # The other thread ends as soon as it notices.
+        link.threads[0].join(10)
+        for end in (link.client, link.server):
+            end.close()
 
     def _withheld(self) -> bool:
         """Wait for the end of a cut, and return whether there was one."""
@@ -115,25 +172,3 @@ class Proxy:
         while self.cut.is_set() and not self._closed:
             time.sleep(0.01)
         return was_cut
-
-
-def _end(*sockets: socket.socket) -> None:
-    for one in sockets:
-        with contextlib.suppress(OSError):
-            one.shutdown(socket.SHUT_RDWR)
-
-
-def connected(
-    listener: socket.socket, target: int
-) -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Yield each client together with a connection to its server, until the end."""
-    with contextlib.suppress(OSError):
-        while True:
-            client, _ = listener.accept()
-            try:
-                server = socket.create_connection(("127.0.0.1", target))
-            except OSError:
-                # The server is not running at the moment.
-                client.close()
-                continue
-            yield client, server

@@ -134,6 +134,10 @@ class Server:
     def is_ready(self) -> bool:
         raise NotImplementedError
 
+    def execute(self, sql: str) -> Any:
+        """Return the rows of a statement, which is committed."""
+        raise NotImplementedError
+
     def start(self, **environment: str) -> None:
         self.process = self._spawn(
             self.command(), **self.environment_of_its_own, **environment
@@ -261,7 +265,6 @@ class PostgreSQL(Server):
         return answers(self.port)
 
     def execute(self, sql: str) -> Any:
-        """Return the rows of a statement."""
         import psycopg
 
         with psycopg.connect(
@@ -427,12 +430,28 @@ class MariaDB(Server):
         import MySQLdb
 
         try:
-            MySQLdb.connect(
-                host="127.0.0.1", port=self.port, user="root", connect_timeout=3
-            ).close()
+            self.connect().close()
         except MySQLdb.OperationalError:
             return False
         return True
+
+    def connect(self) -> Any:
+        """Return a connection of root, which commits each statement."""
+        import MySQLdb
+
+        return MySQLdb.connect(
+            host="127.0.0.1",
+            port=self.port,
+            user="root",
+            connect_timeout=3,
+            autocommit=True,
+        )
+
+    def execute(self, sql: str) -> Any:
+        with contextlib.closing(self.connect()) as connection:
+            cursor = connection.cursor()
+            cursor.execute(sql)
+            return cursor.fetchall()
 
     def read_binary_log(self, *files: str) -> str:
         """Return the row changes in binary log files as text."""
@@ -599,23 +618,6 @@ class GaleraNode(MariaDB):
         except (MySQLdb.Error, ValueError):
             return None
         return str(value)
-
-    def execute(self, sql: str) -> Any:
-        import MySQLdb
-
-        connection = MySQLdb.connect(
-            host="127.0.0.1",
-            port=self.port,
-            user="root",
-            connect_timeout=3,
-            autocommit=True,
-        )
-        try:
-            cursor = connection.cursor()
-            cursor.execute(sql)
-            return cursor.fetchall()
-        finally:
-            connection.close()
 
     def __exit__(self, *exc: object) -> None:
         # Its data are no longer needed.

@@ -44,69 +44,31 @@ def pause():
         time.sleep(numbers.uniform(0.005, 0.02))
 
 
+# The methods of a backend that callers wait for, and those of them that free the keys
+# of their first argument, a claim or several.
+SLOW = "acquire", "acquire_all", "enqueue", "pin", "renew", "verify"
+FREEING = "exchange", "release", "release_all"
+
+
 class Slow:
     """Pauses before and after each method of a backend that callers wait for."""
 
-    def acquire(self, claim):
-        pause()
-        grant = super().acquire(claim)
-        pause()
-        return grant
 
-    def acquire_all(self, claims, **options):
+def _slow(name):
+    def method(self, claims, *args, **options):
         pause()
-        grants = super().acquire_all(claims, **options)
-        pause()
-        return grants
-
-    def renew(self, claims):
-        pause()
-        left = super().renew(claims)
-        pause()
-        return left
-
-    def verify(self, claims, count=None):
-        pause()
-        verified = super().verify(claims, count)
-        pause()
-        return verified
-
-    def release(self, claim, *, failed=False, rest_for=0.0):
-        pause()
-        released = super().release(claim, failed=failed, rest_for=rest_for)
-        if released:
-            freed.setdefault(claim.owner, tick())
-        pause()
-        return released
-
-    def release_all(self, claims, *, failed=False):
-        pause()
-        released = super().release_all(claims, failed=failed)
-        if released:
-            for claim in claims:
+        answer = getattr(super(Slow, self), name)(claims, *args, **options)
+        if name in FREEING and answer:
+            for claim in claims if name == "release_all" else [claims]:
                 freed.setdefault(claim.owner, tick())
         pause()
-        return released
+        return answer
 
-    def pin(self, claim, database):
-        pause()
-        pinned = super().pin(claim, database)
-        pause()
-        return pinned
+    return method
 
-    def exchange(self, claim, successor):
-        pause()
-        grant = super().exchange(claim, successor)
-        if grant is not None:
-            freed.setdefault(claim.owner, tick())
-        pause()
-        return grant
 
-    def enqueue(self, claim, channel="", position=None):
-        pause()
-        ticket = super().enqueue(claim, channel, position)
-        pause()
-        return ticket
+for _name in (*SLOW, *FREEING):
+    setattr(Slow, _name, _slow(_name))
 
 
 class SlowMemoryBackend(Slow, import_string("dlocks.backends.memory.MemoryBackend")):

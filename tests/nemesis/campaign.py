@@ -14,23 +14,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.clocks import faketime, step
 from tests.nemesis import database
 from tests.nemesis.bugs import BUGS, WITHOUT_A_LOCK, package_with
 from tests.nemesis.checker import History, Report, check
 from tests.nemesis.namespace import WAYS, Namespace
 from tests.nemesis.process_pool import ProcessPool
-from tests.nemesis.proxy import Proxy
 from tests.nemesis.status_page import ASKING, HOLDING, IDLE, LEAVING, StatusPage
 from tests.nemesis.task import Plan, Task, now
 from tests.processes import Worker, state_of
-from tests.servers import (
-    SERVERS,
-    START_SECONDS,
-    Galera,
-    MariaDB,
-    PgBouncer,
-    Server,
-)
+from tests.proxy import Proxy
+from tests.servers import SERVERS, START_SECONDS, Galera, MariaDB, PgBouncer, Server
 
 STATES = {IDLE: "idle", ASKING: "asking", HOLDING: "holding", LEAVING: "leaving"}
 # Attempts to stop a process in the wanted state. After these, any state is accepted.
@@ -90,7 +84,7 @@ class Campaign:
             stack.callback(self._events.close)
             others: list[dict[str, Any]] = [{}]
             if plan.skew:
-                others.append({"preload": database.faketime(plan.skew)})
+                others.append({"preload": faketime(3600 * plan.skew)})
             if plan.through == "network":
                 self.namespace = stack.enter_context(Namespace())
                 others.append({"network": self.namespace.path})
@@ -113,8 +107,8 @@ class Campaign:
                 where = () if self.namespace is None else (self.namespace.address,)
                 self.proxy = Proxy(
                     self.server.port,
-                    lambda seconds: self._note("late", now(), seconds),
                     *where,
+                    is_late=lambda seconds: self._note("late", now(), seconds),
                 )
                 stack.callback(self.proxy.close)
             elif plan.through == "pgbouncer":
@@ -177,8 +171,8 @@ class Campaign:
     def _finish(self) -> None:
         for slot in list(self.stopped):
             self._continue(slot)
-        if self.proxy is not None:
-            self.proxy.calm()
+        for link in [] if self.proxy is None else self.proxy.links():
+            link.swallows, link.late, link.delayed_until = False, 0.0, 0.0
         if self.cut_until is not None:
             self._heal()
         self.status_page.finish()
@@ -360,7 +354,7 @@ class Campaign:
         """Step the server's clock forward or back by less than the grace."""
         assert self.server is not None
         self._ahead = not self._ahead
-        database.step(self.server, 0.4 if self._ahead else 0.0)
+        step(self.server.directory / "clock", 0.4 if self._ahead else 0.0)
         self._note("clock", now(), 0.4 if self._ahead else -0.4)
 
     def _fault_sessions(self) -> None:
@@ -427,25 +421,29 @@ class Campaign:
     def _fault_swallow(self) -> None:
         """Forward a request, and cut the connection instead of its reply."""
         assert self.proxy is not None
-        self.proxy.swallow_one(self.random)
+        for link in self.proxy.one(self.random):
+            link.swallows = True
         self._note("swallow", now())
 
     def _fault_delay(self) -> None:
         """Delay replies for a while."""
         assert self.proxy is not None
-        self.proxy.delay_some(
-            self.random, self.random.uniform(0.1, 1.2) * self.plan.ttl
-        )
+        until = now() + self.random.uniform(0.1, 1.2) * self.plan.ttl
+        for link in self.proxy.some(self.random):
+            link.delayed_until = until
         self._note("delay", now())
 
     def _fault_late(self) -> None:
         """Delay the replies to the next requests, whenever these are sent."""
         assert self.proxy is not None
-        self.proxy.late_some(self.random, self.random.uniform(0.1, 1.2) * self.plan.ttl)
+        seconds = self.random.uniform(0.1, 1.2) * self.plan.ttl
+        for link in self.proxy.some(self.random):
+            link.late = seconds
 
     def _fault_cut(self) -> None:
         assert self.proxy is not None
-        self.proxy.cut_one(self.random)
+        for link in self.proxy.one(self.random):
+            link.cut()
         self._note("cut", now())
 
 
@@ -494,7 +492,7 @@ def server_for(engine: str, *, clock: bool = False) -> Iterator[Server | Galera]
         return
     server = SERVERS[engine]()
     if clock:
-        server.environment_of_its_own = database.stepping(server)
+        server.environment_of_its_own = faketime(steps=server.directory / "clock")
     if isinstance(server, MariaDB):
         server.options = database.BINARY_LOG
     with server:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import glob
 import random
 import re
 from contextlib import suppress
 from typing import Any
 
-from tests.servers import GaleraNode, MariaDB, PostgreSQL, Server
+from tests.servers import MariaDB, PostgreSQL, Server
 
 NAME = "nemesis"
 
@@ -17,11 +16,8 @@ def create(server: Server) -> None:
     """Drop the database and create it again."""
     # Sessions of killed processes may not have ended yet.
     force = " WITH (FORCE)" if isinstance(server, PostgreSQL) else ""
-    for statement in (
-        f"DROP DATABASE IF EXISTS {NAME}{force}",
-        f"CREATE DATABASE {NAME}",
-    ):
-        _execute(server, statement)
+    server.execute(f"DROP DATABASE IF EXISTS {NAME}{force}")
+    server.execute(f"CREATE DATABASE {NAME}")
 
 
 def prepare(pipe: Any, keys: list[str]) -> None:
@@ -126,8 +122,7 @@ BINARY_LOG = (
 def logged(server: MariaDB) -> list[list[Any]]:
     """Return the grants in the binary log of MariaDB or MySQL."""
     places: dict[str, dict[str, int]] = {}
-    for table, column, position in _execute(
-        server,
+    for table, column, position in server.execute(
         "SELECT table_name, column_name, ordinal_position FROM"
         f" information_schema.columns WHERE table_schema = '{NAME}' AND column_name IN"
         " ('key_resource', 'version')",
@@ -167,70 +162,16 @@ def logged(server: MariaDB) -> list[list[Any]]:
 def end_sessions(server: Server, chance: random.Random, *, everybody: bool) -> int:
     """End sessions on the database from the server's side. Return their number."""
     if server.engine == "postgresql":
-        rows = _execute(
-            server, f"SELECT pid FROM pg_stat_activity WHERE datname = '{NAME}'"
-        )
+        asked = f"SELECT pid FROM pg_stat_activity WHERE datname = '{NAME}'"
         statement = "SELECT pg_terminate_backend({})"
     else:
-        rows = _execute(
-            server, f"SELECT id FROM information_schema.processlist WHERE db = '{NAME}'"
-        )
+        asked = f"SELECT id FROM information_schema.processlist WHERE db = '{NAME}'"
         statement = "KILL {}"
     ended = 0
-    for (session,) in rows:
+    for (session,) in server.execute(asked):
         if everybody or chance.random() < 0.5:
             # The session may have ended by itself meanwhile.
             with suppress(Exception):
-                _execute(server, statement.format(session))
+                server.execute(statement.format(session))
                 ended += 1
     return ended
-
-
-def _execute(server: Server, statement: str) -> list[Any]:
-    if isinstance(server, (PostgreSQL, GaleraNode)):
-        return list(server.execute(statement))
-    import MySQLdb
-
-    connection = MySQLdb.connect(host="127.0.0.1", port=server.port, user="root")
-    try:
-        cursor = connection.cursor()
-        cursor.execute(statement)
-        return list(cursor.fetchall()) if cursor.description else []
-    finally:
-        connection.close()
-
-
-def faketime(hours: float) -> dict[str, str]:
-    """Return the environment in which a wall clock is wrong by some hours."""
-    found = glob.glob("/usr/lib/*/faketime/libfaketime.so.1")  # noqa: PTH207
-    if not found:
-        raise FileNotFoundError(
-            "libfaketime is not installed: apt-get install libfaketime"
-        )
-    return {
-        "LD_PRELOAD": found[0],
-        "FAKETIME": f"{hours * 3600:+.1f}",
-        "FAKETIME_DONT_FAKE_MONOTONIC": "1",
-    }
-
-
-def stepping(server: Server) -> dict[str, str]:
-    """Return the environment in which ``step()`` moves the server's clock."""
-    step(server, 0.0)
-    return {
-        "LD_PRELOAD": faketime(0)["LD_PRELOAD"],
-        "FAKETIME_TIMESTAMP_FILE": str(server.directory / "clock"),
-        "FAKETIME_NO_CACHE": "1",
-        "FAKETIME_DONT_FAKE_MONOTONIC": "1",
-        "FAKETIME_DONT_RESET": "1",
-    }
-
-
-def step(server: Server, seconds: float) -> None:
-    path = server.directory / "clock"
-    # The file is replaced atomically, because the server reads it whenever it reads the
-    # clock.
-    new = path.with_suffix(".new")
-    new.write_text(f"{seconds:+.3f}")
-    new.chmod(0o644)
-    new.replace(path)

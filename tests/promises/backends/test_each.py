@@ -55,23 +55,18 @@ def test_holders_and_waiters_of_other_processes_are_listed(using, configured, un
     process = configured(using)
     lock, (one, other) = db_lock("listed", using=using), (process(), process())
     assert lock.holders() == lock.waiters() == []
-    one.start(jobs.hold, "listed", using=using)
-    one.hear()
-    other.start(jobs.hold, "listed", using=using, timeout=60)
-    if using != "quorum":
-        (waiter,) = until(lock.waiters, 30)
-        assert f":{other.process.pid}:" in waiter.holder
-        assert waiter.waits_for == "listed"
-        assert 0 <= waiter.waited < 30
-    else:
-        assert lock.waiters() == []
-    (holder,) = lock.holders()
-    assert f":{one.process.pid}:" in holder.holder
-    for each in (one, other):
-        if each is other:
-            each.hear()
-        each.tell()
-        assert each.hear() == "released"
+    with one.doing(jobs.hold, "listed", using=using):
+        other.start(jobs.wait_quietly, "listed", using=using, timeout=60)
+        if using != "quorum":
+            (waiter,) = until(lock.waiters, 30)
+            assert f":{other.process.pid}:" in waiter.holder
+            assert waiter.waits_for == "listed"
+            assert 0 <= waiter.waited < 30
+        else:
+            assert lock.waiters() == []
+        (holder,) = lock.holders()
+        assert f":{one.process.pid}:" in holder.holder
+    other.hear()
 
 
 @pytest.fixture

@@ -5,18 +5,17 @@ Each process uses another node.
 
 from __future__ import annotations
 
-import glob
 import json
 import os
 import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 
-import MySQLdb
 import pytest
 
 from tests import jobs
+from tests.clocks import faketime
 from tests.nemesis.__main__ import galera_plan
 from tests.nemesis.campaign import run
 from tests.promises.backends import cluster_jobs
@@ -114,10 +113,7 @@ def test_database_backends_keep_the_contract_on_a_galera_node(cluster, tmp_path)
 
 @pytest.mark.parametrize("using", KINDS)
 def test_a_commit_has_seen_all_earlier_commits_under_the_lock(using, cluster, three):
-    """Each row has the number of the rows before it.
-
-    Two rows with the same number would mean that two callers held the lock at once.
-    """
+    """Each row has the number of the rows before it, so no two have the same."""
     before = 0
     for how, policy in WAYS:
         if policy and using != "default":
@@ -195,6 +191,14 @@ def test_a_transaction_that_ignores_its_lost_lock_cannot_commit(cluster, three):
         assert second.call(cluster_jobs.names) == ["first"], using
 
 
+def check_guard(worker, token):
+    """Check that a guarded transaction commits after a takeover."""
+    assert worker.hear() > token
+    assert worker.hear() == "inside"
+    worker.tell()
+    assert worker.hear() == "committed"
+
+
 def test_a_paused_guard_cannot_commit_after_a_takeover_on_a_node(cluster, three):
     first, second, _ = three
     for using in KINDS:
@@ -205,10 +209,7 @@ def test_a_paused_guard_cannot_commit_after_a_takeover_on_a_node(cluster, three)
         # On a single server, no other process would acquire the key before the end of
         # that transaction. Row locks do not reach other nodes.
         second.start(cluster_jobs.guard, using, using, timeout=30, using=using)
-        assert second.hear() > token
-        assert second.hear() == "inside"
-        second.tell()
-        assert second.hear() == "committed"
+        check_guard(second, token)
         first.resume()
         first.tell()
         assert first.hear() in {"OperationalError", "LockBackendError", "LockLost"}
@@ -234,27 +235,20 @@ def test_the_next_holder_on_a_lagging_node_sees_earlier_commits(
     apart = cluster_jobs.names_under, "apart", "other"
     for worker in (plain, patient):
         assert worker.call(*apart) == []
-    behind = MySQLdb.connect(host="127.0.0.1", port=cluster[1].port, user="root")
-    behind.cursor().execute("FLUSH TABLES WITH READ LOCK")
-    for key in ("seen", "apart"):
-        first.call(cluster_jobs.write_under, key, key)
-    cluster[2].catch_up()
-    assert third.call(cluster_jobs.names) == ["apart", "seen"]
-    assert plain.call(*apart) == [], "the control"
-    patient.start(*apart, timeout=60)
-    second.start(cluster_jobs.names_under, "seen", timeout=60)
-    behind.cursor().execute("UNLOCK TABLES")
-    behind.close()
+    with closing(cluster[1].connect()) as behind:
+        behind.query("FLUSH TABLES WITH READ LOCK")
+        for key in ("seen", "apart"):
+            first.call(cluster_jobs.write_under, key, key)
+        cluster[2].catch_up()
+        assert third.call(cluster_jobs.names) == ["apart", "seen"]
+        assert plain.call(*apart) == [], "the control"
+        patient.start(*apart, timeout=60)
+        second.start(cluster_jobs.names_under, "seen", timeout=60)
     assert patient.hear() == ["apart", "seen"]
     assert second.hear() == ["apart", "seen"]
 
 
 # Nodes that are lost or not ready.
-
-
-def libfaketime():
-    (found,) = glob.glob("/usr/lib/*/faketime/libfaketime.so.1")  # noqa: PTH207
-    return found
 
 
 def check_tokens_on_different_clocks(nodes, process):
@@ -280,10 +274,7 @@ def check_tokens_on_different_clocks(nodes, process):
     token = behind.hear()
     assert behind.hear() == "inside"
     one.start(cluster_jobs.guard, "early", "second", timeout=60)
-    assert one.hear() > token
-    assert one.hear() == "inside"
-    one.tell()
-    assert one.hear() == "committed"
+    check_guard(one, token)
     behind.tell()
     assert behind.hear() in {"OperationalError", "LockBackendError", "LockLost"}
     assert other.call(cluster_jobs.token_of, "early", timeout=60) > token
@@ -292,12 +283,7 @@ def check_tokens_on_different_clocks(nodes, process):
 
 def test_other_nodes_grant_the_key_after_a_node_died(start, process):
     """Tokens grow, although the clock of one node is behind."""
-    late = {
-        "LD_PRELOAD": libfaketime(),
-        "FAKETIME": "-3s",
-        "FAKETIME_DONT_FAKE_MONOTONIC": "1",
-    }
-    one, two, three = nodes = start(Galera({}, {}, late)).nodes
+    one, two, three = nodes = start(Galera({}, {}, faketime(-3))).nodes
     check_tokens_on_different_clocks(nodes, process)
     holder, left, right = (process(node) for node in nodes)
     held = holder.call(jobs.acquire, "key", ttl=2)
@@ -327,10 +313,7 @@ def test_other_nodes_grant_the_key_after_a_node_died(start, process):
 
 
 def test_a_galera_campaign_breaks_no_promise():
-    """Run a campaign against three nodes with two processes each.
-
-    It uses leases, guarded transactions, transaction scope, shared holds and permits.
-    """
+    """Two processes use each of the three nodes."""
     plan = galera_plan(20)
     # The default rates could leave so short a run without a fault of a node.
     faults = {**plan.faults, "node_stop": 4.0}

@@ -338,11 +338,7 @@ def test_a_discarded_backend_closes_its_connections(server, settings, aliases, u
 
 
 def test_a_silent_redis_fails_in_bounded_time(start, aliases):
-    """Acquiring from a stopped Redis fails in bounded time.
-
-    It accepts connections but does not reply. The failure is not reported as
-    contention.
-    """
+    """It accepts connections but does not reply, which is no contention."""
     server = start(Redis())
     aliases(redis=alias(server, socket_timeout=1.0, ttl=1.0))
     lock = db_lock("key", using="redis", timeout=30)
@@ -395,10 +391,7 @@ def test_a_persistent_redis_keeps_its_locks_after_a_crash(
 
 
 def test_a_redis_without_its_data_grants_the_key_again(start, aliases, until):
-    """A Redis that loses its data grants the key again, as documented.
-
-    Tokens still grow.
-    """
+    """This is documented. Tokens still grow."""
     server = start(Redis())
     process = aliases(redis=alias(server, ttl=1.0))
     first, second = process(), process()
@@ -437,7 +430,7 @@ def test_a_redis_without_its_data_grants_nothing_at_first(start, aliases):
 
 
 def test_waiters_queue_again_after_redis_lost_its_data(start, aliases, until):
-    """The waiters join the queue again, and all of them are served."""
+    """All of them are served."""
     server = start(Redis())
     process = aliases(redis=alias(server))
     backend = RedisBackend("redis", url=server.url)

@@ -116,13 +116,10 @@ def test_a_cluster_spreads_keys_and_queues_over_its_nodes(
     process = aliases(cluster={"BACKEND": REDIS, "OPTIONS": cluster_of(empty)})
     holder, waiter = process(), process()
     for key in ("1", "2", "3", "4", "}", "{}", "a}b{c}", "%7D", "ß}"):
-        holder.start(jobs.hold, key, using="cluster")
-        token = holder.hear()
-        waiter.start(jobs.wait_quietly, key, using="cluster", timeout=30)
-        until(lambda key=key: backend.waiting(key) == 1)
-        holder.tell()
+        with holder.doing(jobs.hold, key, using="cluster") as token:
+            waiter.start(jobs.wait_quietly, key, using="cluster", timeout=30)
+            until(lambda key=key: backend.waiting(key) == 1)
         assert waiter.hear()[1] > token
-        assert holder.hear() == "released"
     for node in empty:
         with node.client() as client:
             assert client.dbsize()

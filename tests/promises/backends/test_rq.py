@@ -5,10 +5,6 @@ The worker runs on a real Redis.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 from django.apps import apps
 from redis import Redis
@@ -16,43 +12,27 @@ from rq import Queue
 
 from dlocks import db_lock
 from tests import pages
-from tests.scripts import ROOT
+from tests.scripts import run_python
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
 
 def test_an_rq_job_releases_and_records_its_holds(redis_server, tmp_path):
-    """A job of RQ releases its locks and records them in the history.
-
-    Each job runs in its own process, which ends by os._exit(). ``dlocks.shutdown()`` is
-    called before that.
-    """
+    """Its process ends by os._exit(). ``dlocks.shutdown()`` is called before that."""
     (recipe,) = pages.blocks("how-to/workers")
     (tmp_path / "recipe.py").write_text(recipe)
     url = redis_server.url.removesuffix("0") + "7"
     with Redis.from_url(url) as connection:
         Queue("default", connection=connection).enqueue("tests.children.work")
-        subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "rq.cli",
-                "worker",
-                "--burst",
-                "--worker-class",
-                "recipe.Worker",
-            ],
-            env={
-                **os.environ,
-                # Command lines are public, and this has a password.
-                "RQ_REDIS_URL": url,
-                "DJANGO_SETTINGS_MODULE": "tests.settings",
-                "PYTHONPATH": f"{ROOT}:{tmp_path}",
-            },
-            check=True,
-            capture_output=True,
-            timeout=60,
+        done = run_python(
+            *("-m", "rq.cli", "worker", "--burst", "--worker-class", "recipe.Worker"),
+            cwd=tmp_path,
+            warnings="default",
+            # Command lines are public, and this has a password.
+            RQ_REDIS_URL=url,
+            DJANGO_SETTINGS_MODULE="tests.settings",
         )
+        assert done.returncode == 0, done.stderr
     records = apps.get_model("dlocks", "HoldRecord").objects
     assert dict(records.values_list("key_resource", "ending")) == {
         **{f"ended:{number}": "R" for number in range(6)},

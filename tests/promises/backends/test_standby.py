@@ -77,10 +77,7 @@ def process(doomed):
 
 
 def test_session_locks_on_a_standby_are_refused(pair, process):
-    """Session locks on a standby are refused.
-
-    Each server has its own advisory locks, so two callers could hold the same key.
-    """
+    """Each server has its own advisory locks, so two callers could hold the key."""
     pair = pair(synchronous=False)
     worker = process(pair.standby.port, session="any")
     attempt = cluster_jobs.error_of_acquiring, "stock:7"
@@ -206,11 +203,7 @@ def test_a_guard_on_a_lease_lost_in_failover_cannot_commit(pair, process):
 
 
 def test_a_primary_without_its_sync_standby_grants_nothing(pair, process):
-    """A primary without its synchronous standby grants nothing.
-
-    A primary that is cut off after a failover therefore cannot grant a key to a second
-    holder.
-    """
+    """One that is cut off after a failover grants a key to no second holder."""
     pair = pair(synchronous=True)
     holder, other = process(*pair.ports), process(*pair.ports)
     holder.call(cluster_jobs.prepare)

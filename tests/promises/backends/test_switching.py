@@ -33,13 +33,10 @@ def move(start, redis_server, zookeeper_server):
             url = f"postgresql://dlocks@127.0.0.1:{port}/postgres"
             return {"SHOP_DATABASE": url}, DATABASE
         if engine == "mariadb":
-            import MySQLdb
-
-            port = start(servers.MariaDB()).port
-            connection = MySQLdb.connect(host="127.0.0.1", port=port, user="root")
-            connection.query("CREATE DATABASE shop CHARACTER SET utf8mb4")
-            connection.close()
-            return {"SHOP_DATABASE": f"mysql://root@127.0.0.1:{port}/shop"}, DATABASE
+            server = start(servers.MariaDB())
+            server.execute("CREATE DATABASE shop")
+            url = f"mysql://root@127.0.0.1:{server.port}/shop"
+            return {"SHOP_DATABASE": url}, DATABASE
         urls = {
             "redis": redis_server.url,
             "zookeeper": f"zookeeper://127.0.0.1:{zookeeper_server.port}",

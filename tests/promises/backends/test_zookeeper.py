@@ -123,10 +123,7 @@ def test_readers_never_see_a_partial_write(process, tmp_path):
 
 
 def test_a_release_wakes_only_the_next_waiter(process, server, until):
-    """Waiters are served in order, and a release wakes only the next one.
-
-    Each waiter watches one node, whose removal concerns only that waiter.
-    """
+    """Each waiter watches one node, whose removal concerns only that waiter."""
     before = watches(server)
     holder, *waiting = [process() for _ in range(5)]
     holder.start(jobs.hold, "herd", using="zookeeper")
@@ -244,10 +241,7 @@ async def test_hundreds_of_tasks_wait_in_order_without_a_thread_each(backend):
 
 
 def test_a_hold_ends_before_its_session_on_the_servers(server, zookeeper_at, until):
-    """The hold ends before its session, although its ttl is longer.
-
-    The servers cannot be reached any more.
-    """
+    """Its ttl is longer. The servers cannot be reached any more."""
     zookeeper_at(server.port, session_timeout=3.0)
     hold = lock(ttl=60).acquire()
     server.process.send_signal(signal.SIGSTOP)
@@ -264,7 +258,7 @@ def test_a_hold_ends_before_its_session_on_the_servers(server, zookeeper_at, unt
 
 
 def test_an_unrenewed_hold_lasts_for_its_ttl(server, zookeeper_at, backend):
-    """A hold without renewal lasts for its ttl, although the session is shorter."""
+    """Its session is shorter."""
     zookeeper_at(server.port, session_timeout=2.0)
     lock("warm").acquire().release()
     began = time.monotonic()
@@ -344,16 +338,14 @@ async def test_a_waiter_that_gives_up_leaves_the_queue(backend, nodes):
 def test_a_dead_waiter_does_not_block_the_queue(server, zookeeper_at, backend, until):
     process = zookeeper_at(server.port, session_timeout=2.0)
     holder, victim, waiter = process(), process(), process()
-    holder.start(jobs.hold, "key", using="zookeeper")
-    holder.hear()
-    victim.start(jobs.hold, "key", using="zookeeper", timeout=60)
-    until(lambda: backend.waiting("key") == 1)
-    waiter.start(jobs.wait_quietly, "key", using="zookeeper", timeout=30)
-    until(lambda: backend.waiting("key") == 2)
-    victim.kill()
-    until(lambda: backend.waiting("key") == 1)
-    assert backend.acquire(claim()) is None
-    holder.tell()
+    with holder.doing(jobs.hold, "key", using="zookeeper"):
+        victim.start(jobs.hold, "key", using="zookeeper", timeout=60)
+        until(lambda: backend.waiting("key") == 1)
+        waiter.start(jobs.wait_quietly, "key", using="zookeeper", timeout=30)
+        until(lambda: backend.waiting("key") == 2)
+        victim.kill()
+        until(lambda: backend.waiting("key") == 1)
+        assert backend.acquire(claim()) is None
     waiter.hear()
 
 
@@ -517,7 +509,7 @@ def test_tokens_grow_after_the_root_is_deleted(backend, person, root):
 def test_a_writer_may_read_while_another_writer_waits(
     backend, in_other_thread, threads, until
 ):
-    """A writer may read, and the next writer has a larger token."""
+    """The next writer has a larger token."""
     both = db_rwlock("key", using="zookeeper", timeout=20)
     writing = both.write().acquire()
     waiter = threads(lambda: jobs.token_of(both.write()))

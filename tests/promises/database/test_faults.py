@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import glob
 import itertools
 import json
-import os
 import threading
 import time
 from functools import partial
@@ -15,6 +13,7 @@ from django.db import connection
 
 from dlocks import db_lock
 from tests import jobs
+from tests.clocks import faketime, step
 from tests.processes import Worker
 from tests.proxy import Proxy
 from tests.servers import SERVERS
@@ -38,6 +37,7 @@ USING = ["default", "optimistic", "insert"]
 def server(django_db_setup):
     """A server for this module only, which the tests can stop and crash."""
     with SERVERS[ENGINE]() as started:
+        started.execute("CREATE DATABASE faults")
         worker = Worker(**environment(started))
         worker.call(jobs.migrate_dlocks)
         worker.close()
@@ -85,17 +85,16 @@ def test_a_killed_holder_keeps_its_key_for_its_ttl_and_no_longer(
 
 
 @ALL
-def test_a_kill_inside_a_transaction_frees_the_key_at_once(doomed, workers, in_queue):
+def test_a_kill_inside_a_transaction_frees_the_key_at_once(doomed, worker, in_queue):
     """The end of the session ends the transaction and its lock."""
-    (waiter,) = workers(1)
     for using in USING:
         victim = doomed()
         victim.start(jobs.hold_in_transaction, using, using=using)
         victim.hear()
-        waiter.start(jobs.wait_quietly, using, using=using, timeout=30)
+        worker.start(jobs.wait_quietly, using, using=using, timeout=30)
         in_queue(1, using)
         victim.kill()
-        in_time(waiter.hear()[0] - victim.killed_at, 2.0)
+        in_time(worker.hear()[0] - victim.killed_at, 2.0)
 
 
 # The server.
@@ -115,15 +114,13 @@ def test_innodb_rollback_on_timeout_is_refused_in_transactions(server, on_server
             kept, key = f"kept {using}", f"new {using}"
             # The "default" backend keeps the row after the release.
             other.call(jobs.acquire, kept)
-            other.start(jobs.lock_row, kept)
-            assert other.hear() == "locked"
-            for asked in kept, key:
-                refusal, written = worker.call(jobs.write_and_ask, asked, using=using)
-                assert "innodb_rollback_on_timeout=ON" in refusal
-                assert "scope='lease'" in refusal
-                assert written == 1
-            other.tell()
-            assert other.hear() == "unlocked"
+            with other.doing(jobs.lock_row, kept):
+                for asked in kept, key:
+                    asks = jobs.write_and_ask, asked
+                    refusal, written = worker.call(*asks, using=using)
+                    assert "innodb_rollback_on_timeout=ON" in refusal
+                    assert "scope='lease'" in refusal
+                    assert written == 1
             policy = {"using": using, "scope": "lease"}
             leased = worker.call(jobs.write_and_ask, f"lease {using}", **policy)
             assert leased == ("", 1)
@@ -343,12 +340,9 @@ def take(held, worker, other, key, using):
     if held == "with another":
         return worker.call(jobs.acquire, key, f"with {key}", using=using)[key]
     # A holder that has waited assumes that there are more waiters.
-    other.start(jobs.hold, key, using=using)
-    other.hear()
-    worker.start(jobs.acquire_after_another, key, using=using)
-    assert worker.hear() == "in line"
-    other.tell()
-    assert other.hear() == "released"
+    with other.doing(jobs.hold, key, using=using):
+        worker.start(jobs.acquire_after_another, key, using=using)
+        assert worker.hear() == "in line"
     token = worker.hear()
     # The queue thread may lock the row for a moment.
     eventually(lambda: "dlocks-waiting" not in worker.call(jobs.threads))
@@ -483,42 +477,28 @@ def test_a_cut_off_holder_is_notified_and_keeps_its_other_holds(proxy, proxied):
 # Clocks.
 
 
-def faked(steps):
-    """Return the environment of a process whose clock is offset as the file says."""
-    found = glob.glob("/usr/lib/*/faketime/libfaketime.so.1")  # noqa: PTH207
-    assert found, "libfaketime is not installed: apt-get install libfaketime"
-    return {
-        "LD_PRELOAD": found[0],
-        "FAKETIME_TIMESTAMP_FILE": str(steps),
-        "FAKETIME_NO_CACHE": "1",
-        "FAKETIME_DONT_FAKE_MONOTONIC": "1",
-        "FAKETIME_DONT_RESET": "1",
-    }
-
-
 def is_ahead(process, seconds):
     """Return whether the clock of a process is ahead by a number of seconds."""
     return abs(process.call(jobs.wall_clock) - time.time() - seconds) < 60
 
 
 def test_the_clock_of_the_application_host_does_not_matter(
-    doomed, workers, monkeypatch, tmp_path
+    doomed, worker, monkeypatch, tmp_path
 ):
     """A process whose clock is hours fast or slow excludes others as usual."""
-    (honest,) = workers(1)
-    steps = tmp_path / "clock"
-    steps.write_text("+0")
+    honest, steps = worker, tmp_path / "clock"
     with monkeypatch.context() as patch:
-        for name, value in {**faked(steps), "FAKETIME_CACHE_DURATION": "1"}.items():
+        here = {**faketime(steps=steps), "FAKETIME_CACHE_DURATION": "1"}
+        for name, value in here.items():
             patch.setenv(name, value)
         # Its imports would read the file for each of their looks at the clock.
         patch.delenv("FAKETIME_NO_CACHE")
         liar = doomed()
-    for offset, seconds in ("+5h", 5 * 3600), ("-5h", -5 * 3600):
-        steps.write_text(offset)
+    for seconds in 5 * 3600, -5 * 3600:
+        step(steps, seconds)
         eventually(partial(is_ahead, liar, seconds), pause=0.2)
         for using in USING:
-            key = f"{using} {offset}"
+            key = f"{using} {seconds}"
             first = honest.call(jobs.acquire, key, using=using)
             assert liar.call(jobs.try_once, key, using=using) is None, key
             honest.call(jobs.release_all)
@@ -532,7 +512,7 @@ def test_the_clock_of_the_application_host_does_not_matter(
 
 def test_a_clock_step_below_the_grace_causes_no_second_holder(server, doomed):
     """The second alias is the control: without the grace there is an overlap."""
-    ttl, step = 2.4, 1.5
+    ttl = 2.4
     aliases = {
         using: {
             "BACKEND": "dlocks.backends.database.PessimisticBackend",
@@ -542,10 +522,8 @@ def test_a_clock_step_below_the_grace_causes_no_second_holder(server, doomed):
     }
     there = {**environment(server), "DLOCKS_TEST_ALIASES": json.dumps(aliases)}
     steps = server.directory / "clock"
-    steps.write_text("+0")
-    os.chmod(steps, 0o644)  # noqa: PTH101
     server.stop()
-    server.start(**faked(steps))
+    server.start(**faketime(steps=steps))
     try:
         for number, using in enumerate(aliases, 1):
             holder, waiter, key = doomed(**there), doomed(**there), f"clock {using}"
@@ -553,7 +531,7 @@ def test_a_clock_step_below_the_grace_causes_no_second_holder(server, doomed):
                 process.call(jobs.try_once, key, using=using)
             holder.start(jobs.hold_timed, key, ttl=ttl, renew=False, using=using)
             before, _, first = holder.hear()
-            steps.write_text(f"+{number * step}")
+            step(steps, number * 1.5)
             granted, token = waiter.call(
                 jobs.wait_quietly, key, timeout=20, using=using
             )

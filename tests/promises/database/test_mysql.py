@@ -40,6 +40,7 @@ def strict_server(django_db_setup):
     server = MySQL()
     server.options = "--innodb-rollback-on-timeout=ON", "--innodb-lock-wait-timeout=1"
     with server:
+        server.execute("CREATE DATABASE strict")
         environment = {**server.environment, "DLOCKS_TEST_NAME": "strict"}
         workers = [Worker(**environment) for _ in range(2)]
         workers[0].call(jobs.migrate_dlocks)

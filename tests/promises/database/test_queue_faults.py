@@ -263,13 +263,10 @@ def test_a_share_whose_lost_reply_is_about_its_claim_is_released(through_proxy):
     """Another transaction has locked the key, so that only the claim is deleted."""
     proxy, worker, other, observer = through_proxy
     assert worker.call(jobs.acquire, "stock:7", shared=True)
-    other.start(jobs.lock_row, "stock:7")
-    assert other.hear() == "locked"
-    proxy.swallow(b"DELETE")
-    assert worker.call(jobs.release_all) == ["released"]
-    assert proxy.swallowed.is_set()
-    other.tell()
-    assert other.hear() == "unlocked"
+    with other.doing(jobs.lock_row, "stock:7"):
+        proxy.swallow(b"DELETE")
+        assert worker.call(jobs.release_all) == ["released"]
+        assert proxy.swallowed.is_set()
     assert isinstance(observer.call(jobs.try_once, "stock:7"), int)
 
 

@@ -38,10 +38,9 @@ RECORDED = ("--using", "recorded")
 
 @pytest.mark.storage
 def test_an_ended_hold_has_a_record(monkeypatch):
-    """A record has the key, the holder, both times and the wait.
+    """The times are those of the database's clock, and the holder is that of the row.
 
-    The times are those of the database's clock. A long holder is recorded as in the
-    row. A hold is released, failed with an error, lost, or handed over.
+    A hold is released, failed with an error, lost, or handed over.
     """
     with monkeypatch.context() as patch:
         patch.setattr(threading.current_thread(), "name", "x" * 300)
@@ -75,20 +74,15 @@ def test_an_ended_hold_has_a_record(monkeypatch):
 
 
 @pytest.mark.storage
-def test_shared_holds_several_keys_and_waits_are_recorded(workers, until):
-    """Each shared hold and each of several keys has its own record.
-
-    The record of a waiter has the duration of its wait.
-    """
+def test_shared_holds_several_keys_and_waits_are_recorded(worker, until):
+    """Each shared hold and each of several keys has its own record."""
     with (
         db_rwlock("shared", using="recorded").read(),
         db_lock("a", "b", using="recorded"),
     ):
         pass
-    (worker,) = workers(1)
     with db_lock("busy", using="recorded") as mine:
-        worker.start(jobs.wait_for, "busy", using="recorded")
-        worker.hear()
+        worker.start(jobs.wait_quietly, "busy", using="recorded")
         until(mine.queue_length)
     worker.hear()
     worker.call(flush_history)
@@ -103,11 +97,7 @@ def test_shared_holds_several_keys_and_waits_are_recorded(workers, until):
 
 
 def test_the_history_costs_the_caller_no_statement():
-    """The caller sends one statement to acquire and one to release.
-
-    This does not depend on the history. Without the option nothing is recorded, and
-    re-entering adds no record.
-    """
+    """Without the option nothing is recorded, and re-entering adds no record."""
     with db_lock("stock:8"), db_lock("stock:9", using="memory"):
         pass
     lock = db_lock("stock:7", using="recorded")
