@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from asgiref.sync import sync_to_async
+from django.db import connection
 
 from dlocks.models import ResourceLock
 
@@ -61,3 +62,13 @@ def for_each(name: str, values: Iterable[Any]):
         return run
 
     return decorate
+
+
+# The strategies of the database backend, and the backends whose leases can expire, be
+# cleared and be handed over.
+ROWS = ["default", "optimistic", "insert"]
+FAMILY = for_each("using", ROWS)
+LEASES = for_each("using", [*ROWS, "memory"])
+EVERY = (
+    LEASES if connection.vendor == "sqlite" else for_each("using", [*ROWS, "session"])
+)

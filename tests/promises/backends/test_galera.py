@@ -16,6 +16,7 @@ import pytest
 
 from tests import jobs
 from tests.clocks import faketime
+from tests.for_each import ROWS
 from tests.nemesis.__main__ import galera_plan
 from tests.nemesis.campaign import run
 from tests.promises.backends import cluster_jobs
@@ -23,12 +24,11 @@ from tests.servers import Galera
 from tests.timing import eventually
 from tests.volume import volume
 
-KINDS = ["default", "optimistic", "insert"]
 # How the lock protects a transaction. Unfair waiters differ in the queue, which is the
 # same for each kind.
 WAYS = [("guard", {}), ("lease", {}), ("transaction", {}), ("guard", {"fair": False})]
 # The rows that each process inserts in each way.
-ROWS = volume(15)
+NUMBER = volume(15)
 WRITTEN = ["first, after", "first, inside"]
 
 
@@ -82,7 +82,7 @@ def crowd(workers, how, using, **policy):
 
     Return the committed rows, and the names of the errors.
     """
-    policy |= {"rows": ROWS, "using": using, "timeout": 30, "ttl": 5}
+    policy |= {"rows": NUMBER, "using": using, "timeout": 30, "ttl": 5}
     for worker in workers:
         worker.start(cluster_jobs.number_rows, f"{how} {using} {policy}", how, **policy)
     answers = [worker.hear() for worker in workers]
@@ -111,7 +111,7 @@ def test_database_backends_keep_the_contract_on_a_galera_node(cluster, tmp_path)
     assert " passed" in done.stdout
 
 
-@pytest.mark.parametrize("using", KINDS)
+@pytest.mark.parametrize("using", ROWS)
 def test_a_commit_has_seen_all_earlier_commits_under_the_lock(using, cluster, three):
     """Each row has the number of the rows before it, so no two have the same."""
     before = 0
@@ -157,7 +157,7 @@ def one_abort(node):
 @pytest.mark.parametrize("wait", ["inside", "at the commit"])
 def test_one_of_two_transactions_with_the_same_key_commits(wait, cluster, three):
     first, second, _ = three
-    for using in KINDS:
+    for using in ROWS:
         key = f"both {using}"
         first.call(jobs.try_once, key, using=using)
         prepare(first, cluster)
@@ -176,7 +176,7 @@ def test_one_of_two_transactions_with_the_same_key_commits(wait, cluster, three)
 
 def test_a_transaction_that_ignores_its_lost_lock_cannot_commit(cluster, three):
     first, second, _ = three
-    for using in KINDS:
+    for using in ROWS:
         key = f"on {using}"
         first.call(jobs.try_once, key, using=using)
         prepare(first, cluster)
@@ -201,7 +201,7 @@ def check_guard(worker, token):
 
 def test_a_paused_guard_cannot_commit_after_a_takeover_on_a_node(cluster, three):
     first, second, _ = three
-    for using in KINDS:
+    for using in ROWS:
         first.start(cluster_jobs.guard, using, "first", ttl=2.0, using=using)
         token = first.hear()
         assert first.hear() == "inside"
@@ -214,7 +214,7 @@ def test_a_paused_guard_cannot_commit_after_a_takeover_on_a_node(cluster, three)
         first.tell()
         assert first.hear() in {"OperationalError", "LockBackendError", "LockLost"}
     cluster[0].catch_up()
-    assert first.call(cluster_jobs.names) == sorted(KINDS)
+    assert first.call(cluster_jobs.names) == sorted(ROWS)
 
 
 # Visibility of earlier commits.
@@ -305,7 +305,7 @@ def test_other_nodes_grant_the_key_after_a_node_died(start, process):
     three.crash()
     eventually(lambda: two.status("wsrep_ready") == "OFF", 60)
     assert left.call(jobs.acquire, "kept") == "LockBackendError"
-    for using in KINDS:
+    for using in ROWS:
         assert left.call(jobs.acquire, "other", using=using) == "LockBackendError"
         assert (
             process(two).call(jobs.acquire, "kept", using=using) == "LockBackendError"

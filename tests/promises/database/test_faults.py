@@ -14,6 +14,7 @@ from django.db import connection
 from dlocks import db_lock
 from tests import jobs
 from tests.clocks import faketime, step
+from tests.for_each import ROWS
 from tests.processes import Worker
 from tests.proxy import Proxy
 from tests.servers import SERVERS
@@ -30,7 +31,6 @@ pytestmark = [
 
 
 ALL = pytest.mark.engine("postgresql", "mariadb", "mysql")
-USING = ["default", "optimistic", "insert"]
 
 
 @pytest.fixture(scope="module")
@@ -69,14 +69,14 @@ def test_a_killed_holder_keeps_its_key_for_its_ttl_and_no_longer(
 ):
     """A waiter is granted the key of a killed process after the ttl."""
     victim, waiters, before, first = doomed(), workers(3), {}, {}
-    for using in USING:
+    for using in ROWS:
         before[using] = time.monotonic()
         first[using] = victim.call(jobs.acquire, using, using=using, ttl=1.0)
-    for using, waiter in zip(USING, waiters, strict=True):
+    for using, waiter in zip(ROWS, waiters, strict=True):
         waiter.start(jobs.wait_quietly, using, using=using, timeout=30)
         in_queue(1, using)
     victim.kill()
-    for using, waiter in zip(USING, waiters, strict=True):
+    for using, waiter in zip(ROWS, waiters, strict=True):
         granted, token = waiter.hear()
         assert token > first[using]
         assert granted - before[using] >= 1.0
@@ -87,7 +87,7 @@ def test_a_killed_holder_keeps_its_key_for_its_ttl_and_no_longer(
 @ALL
 def test_a_kill_inside_a_transaction_frees_the_key_at_once(doomed, worker, in_queue):
     """The end of the session ends the transaction and its lock."""
-    for using in USING:
+    for using in ROWS:
         victim = doomed()
         victim.start(jobs.hold_in_transaction, using, using=using)
         victim.hear()
@@ -110,7 +110,7 @@ def test_innodb_rollback_on_timeout_is_refused_in_transactions(server, on_server
     server.restart()
     try:
         worker, other = on_server(), on_server()
-        for using in USING:
+        for using in ROWS:
             kept, key = f"kept {using}", f"new {using}"
             # The "default" backend keeps the row after the release.
             other.call(jobs.acquire, kept)
@@ -138,7 +138,7 @@ def test_locks_work_with_innodb_snapshot_isolation(doomed, tmp_path):
     option = {"init_command": "SET SESSION innodb_snapshot_isolation = ON"}
     crowd = [doomed(DLOCKS_TEST_OPTIONS=json.dumps(option)) for _ in range(2)]
     times = volume(8)
-    for using in USING:
+    for using in ROWS:
         for scope in "lease", "transaction":
             path, key = tmp_path / f"{using} {scope}", f"{using} {scope}"
             path.write_text("0 0")
@@ -157,7 +157,7 @@ def test_a_hold_outlives_a_restart_of_the_server(server, on_server):
     """A planned restart and a crash end no lease of a running process."""
     holder, other = on_server(), on_server()
     for how in server.stop, server.crash:
-        keys = {using: f"held {using} {how.__name__}" for using in USING}
+        keys = {using: f"held {using} {how.__name__}" for using in ROWS}
         first = {}
         for using, key in keys.items():
             first[using] = holder.call(jobs.acquire, key, using=using)
@@ -167,7 +167,7 @@ def test_a_hold_outlives_a_restart_of_the_server(server, on_server):
         for using, key in keys.items():
             assert other.call(jobs.try_once, key, using=using) is None, key
         assert holder.call(jobs.check) == "held"
-        assert holder.call(jobs.release_all) == ["released"] * len(USING)
+        assert holder.call(jobs.release_all) == ["released"] * len(ROWS)
         for using, key in keys.items():
             assert other.call(jobs.try_once, key, using=using) > first[using]
 
@@ -179,7 +179,7 @@ def test_a_grant_is_durable_before_it_is_reported():
     Other sessions of the server, such as autovacuum, may write at the same moment. So
     some grants may appear not to be written.
     """
-    for using in USING:
+    for using in ROWS:
         written = []
         for number in range(10):
             with db_lock(f"stock:{number}", using=using), connection.cursor() as cursor:
@@ -193,21 +193,21 @@ def test_a_grant_is_durable_before_it_is_reported():
 def test_a_server_that_is_down_is_not_taken_for_a_busy_key(server, on_server):
     """The error comes in bounded time, and the next call after a restart works."""
     worker = on_server()
-    for using in USING:
+    for using in ROWS:
         assert isinstance(worker.call(jobs.try_once, f"down {using}", using=using), int)
     server.stop()
-    for using in USING:
+    for using in ROWS:
         started = time.monotonic()
         error = worker.call(jobs.acquire, f"down {using}", using=using)
         assert error == "LockBackendError"
         in_time(time.monotonic() - started, 10)
     server.start()
-    for using in USING:
+    for using in ROWS:
         assert isinstance(worker.call(jobs.try_once, f"down {using}", using=using), int)
 
 
 def test_a_release_fails_if_the_server_is_down(server, on_server):
-    holders, other = {using: on_server() for using in USING}, on_server()
+    holders, other = {using: on_server() for using in ROWS}, on_server()
     first = {
         using: holder.call(jobs.acquire, using, using=using, ttl=6.0)
         for using, holder in holders.items()
@@ -225,7 +225,7 @@ def test_a_release_fails_if_the_server_is_down(server, on_server):
 
 def test_a_crashing_server_never_causes_two_holders(server, on_server, tmp_path):
     """A counter survives crashes: errors are raised, and no increment is lost."""
-    crowds = {using: [on_server() for _ in range(2)] for using in USING}
+    crowds = {using: [on_server() for _ in range(2)] for using in ROWS}
     # The ttl is longer than the start of the server.
     policy = {"times": volume(15), "ttl": 2.0}
     for using, crowd in crowds.items():
@@ -273,7 +273,7 @@ def proxied(proxy, doomed):
 def test_an_acquire_whose_reply_is_lost_is_held_by_its_caller(proxy, proxied):
     """The caller finds its grant in the row, and its lost release too."""
     worker, other = proxied
-    for using in USING:
+    for using in ROWS:
         key = f"reply {using}"
         assert isinstance(worker.call(jobs.try_once, key, using=using), int)
         proxy.swallow(key.encode())
@@ -353,7 +353,7 @@ def take(held, worker, other, key, using):
 def test_a_release_whose_reply_is_lost_is_a_release(proxy, proxied):
     """The retried release succeeds, although another process holds the key by then."""
     worker, other = proxied
-    for using, held in itertools.product(USING, HELD):
+    for using, held in itertools.product(ROWS, HELD):
         taken, key = threading.Event(), f"taken {using} {held}"
         first = take(held, worker, other, key, using)
         # Several keys are released by a transaction, and so is the row of the insert
@@ -391,7 +391,7 @@ def killing(doomed):
 def test_a_release_after_a_clear_and_a_lost_session_raises(killing):
     """A retried release only finds that another process holds the key."""
     worker, other, kill = killing
-    for using, held in itertools.product(USING, HELD):
+    for using, held in itertools.product(ROWS, HELD):
         key = f"taken away {using} {held}"
         first = take(held, worker, other, key, using)
         assert other.call(jobs.clear, key, first)
@@ -428,7 +428,7 @@ def test_a_clear_whose_reply_is_lost_is_reported_as_done(proxy, proxied):
 def test_a_session_killed_by_the_server_is_replaced(killing):
     """A check, a release and an acquire each open a new session."""
     worker, _admin, kill = killing
-    for using in USING:
+    for using in ROWS:
         key = f"session {using}"
         token = worker.call(jobs.acquire, key, using=using)
         kill()
@@ -444,14 +444,14 @@ def test_a_cut_off_holder_is_lost_before_the_key_is_taken_over(proxy, doomed, wo
 
     The holder relies on its own clock, whichever backend it uses.
     """
-    holders = {using: doomed(DLOCKS_TEST_PORT=str(proxy.port)) for using in USING}
+    holders = {using: doomed(DLOCKS_TEST_PORT=str(proxy.port)) for using in ROWS}
     first, waiters = {}, workers(3)
     for using, holder in holders.items():
         holder.start(jobs.hold_until_lost, using, using=using, ttl=2.0)
         first[using] = holder.hear()
     proxy.cut.set()
     since = time.monotonic()
-    for using, waiter in zip(USING, waiters, strict=True):
+    for using, waiter in zip(ROWS, waiters, strict=True):
         waiter.start(jobs.wait_quietly, using, using=using, timeout=20)
     for (using, holder), waiter in zip(holders.items(), waiters, strict=True):
         granted, token = waiter.hear()
@@ -497,7 +497,7 @@ def test_the_clock_of_the_application_host_does_not_matter(
     for seconds in 5 * 3600, -5 * 3600:
         step(steps, seconds)
         eventually(partial(is_ahead, liar, seconds), pause=0.2)
-        for using in USING:
+        for using in ROWS:
             key = f"{using} {seconds}"
             first = honest.call(jobs.acquire, key, using=using)
             assert liar.call(jobs.try_once, key, using=using) is None, key

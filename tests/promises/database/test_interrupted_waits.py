@@ -14,6 +14,7 @@ from django.db import OperationalError, connection, transaction
 from dlocks import LockBackendError, db_lock, db_rwlock, db_semaphore
 from dlocks.models import ResourceLock
 from tests import jobs
+from tests.for_each import ROWS
 from tests.proxy import Proxy
 from tests.settings import PORT
 
@@ -21,8 +22,6 @@ pytestmark = [
     pytest.mark.django_db(transaction=True),
     pytest.mark.usefixtures("no_claim_left"),
 ]
-
-EVERY = ("default", "optimistic", "insert")
 
 
 @contextlib.contextmanager
@@ -135,7 +134,7 @@ def test_a_connection_lost_before_autocommit_leaves_nothing(lose):
 
 @pytest.mark.engine("mariadb", "mysql")
 def test_a_lease_is_released_after_a_failed_commit(lose, is_busy):
-    for using in EVERY:
+    for using in ROWS:
         hold = db_lock("stock:7", using=using).acquire()
         with pytest.raises(OperationalError), hold.atomic():
             lose(1)

@@ -17,7 +17,7 @@ from dlocks import LockLost, LockStale, LockTimeout, db_lock, db_rwlock, db_sema
 from dlocks.models import LockClaim, ResourceLock
 from dlocks.testing import expire
 from tests import rows
-from tests.for_each import for_each
+from tests.for_each import ROWS, for_each
 from tests.models import Counter
 from tests.promises.commands.running import listed, run
 from tests.settings import ENGINE
@@ -26,7 +26,6 @@ from tests.timing import seldom
 pytest_plugins = ["tests.promises.stops"]
 pytestmark = pytest.mark.django_db(transaction=True)
 
-FAMILY = ["default", "optimistic", "insert"]
 # Seconds until a lease expires. The alias "brisk" has no grace, so an expired lease is
 # stale at once.
 TTL = 0.3
@@ -39,7 +38,7 @@ GRACE = 0.5
 @pytest.mark.driver
 def test_a_key_released_just_then_is_not_taken_over(in_other_thread, caplog):
     """The row was expired when the next caller read it."""
-    for using in FAMILY:
+    for using in ROWS:
         released = []
         lock = db_lock(using, using=using, renew=False)
         hold = in_other_thread(lock.acquire)
@@ -61,7 +60,7 @@ def test_a_key_released_just_then_is_not_taken_over(in_other_thread, caplog):
 
 @pytest.mark.driver
 def test_only_the_expired_one_of_several_keys_is_taken_over():
-    for using in FAMILY:
+    for using in ROWS:
         rows.stale(f"stock:7 {using}")
         with db_lock("stock:8", f"stock:7 {using}", using=using) as hold:
             assert [one.takeover for one in hold.holds] == [True, False], using
@@ -82,7 +81,7 @@ def test_a_key_of_a_dead_holder_is_still_stale(threads):
             lock.acquire()
 
     for using, scope in zip(
-        [*FAMILY, "default"], ["lease", "transaction"] * 2, strict=True
+        [*ROWS, "default"], ["lease", "transaction"] * 2, strict=True
     ):
         lock = db_lock("stock:7", using=using, takeover=False, timeout=0)
         work = partial(attempt, lock, threading.Barrier(3), scope)

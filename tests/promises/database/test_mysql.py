@@ -20,14 +20,12 @@ from dlocks import LockBackendError, db_lock
 from dlocks.backends.session import SessionBackend
 from dlocks.models import ResourceLock
 from tests import jobs
-from tests.for_each import for_each
+from tests.for_each import ROWS, for_each
 from tests.processes import Worker
 from tests.servers import MySQL
 from tests.settings import PORT
 
 pytestmark = [pytest.mark.engine("mysql"), pytest.mark.django_db(transaction=True)]
-
-FAMILY = ["default", "optimistic", "insert"]
 
 
 # innodb_rollback_on_timeout
@@ -55,7 +53,7 @@ def test_busy_keys_roll_nothing_back_with_rollback_on_timeout(strict_server):
     The transaction continues, and its writes are committed.
     """
     worker, other = strict_server
-    for using in FAMILY:
+    for using in ROWS:
         leased, locked = f"leased {using}", f"locked {using}"
         other.call(jobs.acquire, leased, using=using)
         other.call(jobs.acquire, locked)
@@ -74,7 +72,7 @@ def test_a_hold_is_lost_with_its_transaction_after_a_timeout(strict_server):
     The server rolls back the whole transaction.
     """
     worker, other = strict_server
-    for using in FAMILY:
+    for using in ROWS:
         mine, locked = f"mine {using}", f"row {using}"
         other.call(jobs.acquire, locked)
         with other.doing(jobs.lock_row, locked):
@@ -150,7 +148,7 @@ def test_acquiring_sets_last_insert_id_and_nothing_else():
     Django reads generated keys from its cursor, where they stay. One statement writes
     the rows of several keys, and each key has the token of its row.
     """
-    for using, scope in itertools.product(FAMILY, ["lease", "transaction"]):
+    for using, scope in itertools.product(ROWS, ["lease", "transaction"]):
         key, first, second = (f"{one} {using} {scope}" for one in ("key", "a", "b"))
         with db_lock(key, using=using):
             pass
@@ -267,9 +265,9 @@ def test_repeatable_read_refuses_locks_in_transactions_only(
         found = run_checks(databases=["default"])
         return {one.id for one in found if one.id.startswith("dlocks.")}
 
-    for using in FAMILY:
+    for using in ROWS:
         assert in_other_thread(work, using) == {"dlocks.W003", "dlocks.W004"}
-    assert Group.objects.count() == 2 * len(FAMILY)
+    assert Group.objects.count() == 2 * len(ROWS)
     Group.objects.all().delete()
 
 

@@ -11,6 +11,7 @@ import pytest
 from dlocks import db_lock
 from dlocks.backends.database import PessimisticBackend
 from tests import jobs
+from tests.for_each import ROWS
 from tests.servers import PgBouncer
 from tests.settings import PORT
 from tests.timing import in_time
@@ -20,8 +21,6 @@ pytestmark = [
     pytest.mark.engine("postgresql"),
     pytest.mark.django_db(transaction=True),
 ]
-
-FAMILY = ["default", "optimistic", "insert"]
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +128,7 @@ def test_the_queue_keeps_its_order_behind_the_pooler(pooled, in_queue):
     for worker in crowd:
         # The process has started when it replies.
         worker.call(jobs.threads)
-    for using in FAMILY:
+    for using in ROWS:
         with db_lock("stock:7", using=using):
             for number, worker in enumerate(crowd):
                 worker.start(jobs.wait_quietly, "stock:7", using=using, timeout=30)

@@ -12,6 +12,7 @@ import time
 import pytest
 
 from tests import jobs
+from tests.for_each import ROWS
 from tests.processes import disconnect
 from tests.proxy import Proxy
 from tests.servers import SERVERS
@@ -26,7 +27,6 @@ pytestmark = [
 
 WAITERS = volume(6)
 TTL = 1.5
-USING = ("default", "optimistic", "insert")
 # MySQL has the driver of MariaDB and nearly the same statements.
 TWO_SERVERS = pytest.mark.engine("postgresql", "mariadb")
 
@@ -206,7 +206,7 @@ def through_proxy(doomed, settings):
     The proxy can drop replies. It finds the text of a statement that is not prepared.
     """
     proxy = Proxy(int(PORT))
-    aliases = {using: unprepared(settings.DLOCKS[using]) for using in USING}
+    aliases = {using: unprepared(settings.DLOCKS[using]) for using in ROWS}
     environment = {
         "DLOCKS_TEST_PORT": str(proxy.port),
         "DLOCKS_TEST_ALIASES": json.dumps(aliases),
@@ -218,7 +218,7 @@ def through_proxy(doomed, settings):
 def test_a_claim_joins_the_queue_once_when_its_reply_is_lost(through_proxy, in_queue):
     """A lost reply to a later poll costs another poll."""
     proxy, waiting, holder, observer = through_proxy
-    for key in USING:
+    for key in ROWS:
         waiting.call(jobs.try_once, key, using=key)
         token = holder.call(jobs.acquire, key, using=key)
         proxy.swallow(b" INTO ")
@@ -246,7 +246,7 @@ def test_a_claim_joins_the_queue_once_when_its_reply_is_lost(through_proxy, in_q
 def test_a_handover_with_a_lost_reply_is_a_release(through_proxy, in_queue):
     """The holder had the key alone, or shared it."""
     proxy, holder, waiting, observer = through_proxy
-    for using, shared in (*((using, False) for using in USING), ("default", True)):
+    for using, shared in (*((using, False) for using in ROWS), ("default", True)):
         key = f"release {using} {shared}"
         token = holder.call(jobs.acquire, key, using=using, shared=shared)
         waiting.start(jobs.wait_quietly, key, using=using, timeout=20)

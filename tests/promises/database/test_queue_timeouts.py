@@ -18,7 +18,7 @@ from dlocks import LockTimeout, db_lock, db_semaphore
 from dlocks.models import LockClaim
 from dlocks.values import Ticket
 from tests import jobs, rows
-from tests.for_each import for_each
+from tests.for_each import ROWS, for_each
 from tests.models import Counter
 from tests.settings import ENGINE
 from tests.timing import in_time
@@ -31,7 +31,6 @@ pytestmark = [
     pytest.mark.usefixtures("no_claim_left"),
 ]
 
-EVERY = ("default", "optimistic", "insert")
 TWO_SERVERS = pytest.mark.engine("postgresql", "mariadb")
 
 
@@ -212,7 +211,7 @@ def test_a_timeout_behind_a_transaction_is_not_granted_later(worker):
     """A poll that waited for the row still sees the claim in the queue."""
     with db_lock("stock:7"):
         pass
-    for using in EVERY * volume(1):
+    for using in ROWS * volume(1):
         with worker.doing(jobs.hold_in_transaction, "stock:7", using=using):
             with pytest.raises(LockTimeout):
                 db_lock("stock:7", using=using, timeout=0.25).acquire()

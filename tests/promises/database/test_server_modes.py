@@ -20,12 +20,10 @@ from django.test import override_settings
 from dlocks import LockBackendError, db_lock, db_rwlock, history
 from dlocks.models import HoldRecord, LockClaim, ResourceLock
 from tests import jobs
-from tests.for_each import for_each
+from tests.for_each import ROWS, for_each
 from tests.timing import eventually
 
 pytestmark = pytest.mark.django_db(transaction=True)
-
-FAMILY = ["default", "optimistic", "insert"]
 
 
 @pytest.mark.engine("mariadb")
@@ -36,7 +34,7 @@ def test_every_kind_of_lock_works_with_sql_safe_updates(doomed):
     """
     option = {"init_command": "SET SESSION sql_safe_updates = 1"}
     worker = doomed(DLOCKS_TEST_OPTIONS=json.dumps(option))
-    for using in FAMILY:
+    for using in ROWS:
         assert len(worker.call(jobs.whole_cycle, using)) == 5
     assert isinstance(worker.call(jobs.try_once, "stock:7"), int)
     assert worker.call(jobs.rights, "purge") > 0
@@ -80,7 +78,7 @@ def test_a_session_that_became_read_only_is_replaced():
         assert connection.connection is not before, (using, work)
         return result
 
-    for using in FAMILY:
+    for using in ROWS:
         for lock in (
             db_lock("a", using=using),
             db_lock("a", "b", using=using),
@@ -98,7 +96,7 @@ def test_a_session_that_became_read_only_is_replaced():
 
 def acquire_in_a_read_only_session(pipe):
     errors = []
-    for using in FAMILY:
+    for using in ROWS:
         for lock in db_lock("a", using=using), db_rwlock("a", using=using).read():
             try:
                 lock.acquire()
@@ -112,7 +110,7 @@ def test_a_read_only_server_is_reported_with_its_setting(doomed):
     """If a new session is read-only too, the error names the setting."""
     worker = doomed(DLOCKS_TEST_OPTIONS=json.dumps(OPTIONS))
     errors = worker.call(acquire_in_a_read_only_session)
-    assert len(errors) == 2 * len(FAMILY)
+    assert len(errors) == 2 * len(ROWS)
     for error in errors:
         assert f" {SETTING} is on" in error
 
@@ -215,9 +213,9 @@ def names_of_holders(pipe):
         names.add(db_lock(key, using=using).holder().holder)
 
     with override_settings(
-        DLOCKS={alias: settings.DLOCKS[alias] | options for alias in FAMILY}
+        DLOCKS={alias: settings.DLOCKS[alias] | options for alias in ROWS}
     ):
-        for using in FAMILY:
+        for using in ROWS:
             with db_lock("lease", using=using) as hold, hold.atomic():
                 note(using, "lease")
             with transaction.atomic(), db_lock("transaction", using=using) as hold:

@@ -25,7 +25,7 @@ from dlocks import (
 )
 from dlocks.models import ResourceLock
 from tests import jobs
-from tests.for_each import for_each
+from tests.for_each import FAMILY, ROWS, for_each
 from tests.models import Counter
 from tests.settings import ENGINE
 from tests.timing import eventually, in_time
@@ -34,8 +34,6 @@ from tests.volume import volume
 pytest_plugins = ["tests.promises.stops"]
 pytestmark = pytest.mark.django_db(transaction=True)
 
-USING = ["default", "optimistic", "insert"]
-FAMILY = for_each("using", USING)
 SERVERS = pytest.mark.engine("postgresql", "mariadb", "mysql")
 # For what happens in this process. Its statements are those of other tests.
 TWO_SERVERS = pytest.mark.engine("postgresql", "mariadb")
@@ -732,7 +730,7 @@ def test_locks_do_not_change_the_settings_of_the_session():
             return cursor.fetchall()
 
     for lock in (
-        *(db_lock("stock:7", using=using) for using in USING),
+        *(db_lock("stock:7", using=using) for using in ROWS),
         db_rwlock("catalogue").read(),
     ):
         before = session()

@@ -15,7 +15,7 @@ from django.test.utils import CaptureQueriesContext
 from dlocks import LockTimeout, db_lock
 from dlocks.models import ResourceLock
 from tests import jobs, rows
-from tests.for_each import for_each
+from tests.for_each import FAMILY, for_each
 from tests.promises.admin.names import LIST
 from tests.promises.admin.pages import detail, page, person, text_of
 from tests.promises.commands.running import listed, run
@@ -27,7 +27,6 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 POSTGRESQL = pytest.mark.engine("postgresql")
 INNODB = pytest.mark.engine("mariadb", "mysql")
-ROWS = for_each("using", ["default", "optimistic", "insert"])
 # Statements that make sure that a row is not locked for a moment only.
 MOST_PER_PROBE = 4
 IN_TRANSACTION = "held, in a transaction"
@@ -165,7 +164,7 @@ def waited_for(workers):
 
 
 @INNODB
-@ROWS
+@FAMILY
 def test_a_key_with_waiters_is_held_in_a_transaction(
     using, worker, waited_for, boss, until
 ):

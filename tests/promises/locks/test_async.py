@@ -22,7 +22,7 @@ from django.test import AsyncClient
 
 from dlocks import LockTimeout, aresume_hold, db_lock
 from dlocks.models import LockClaim, ResourceLock
-from tests.for_each import for_each
+from tests.for_each import ROWS, for_each
 from tests.models import Counter
 from tests.timing import eventually
 from tests.volume import volume
@@ -32,7 +32,6 @@ pytestmark = [
     pytest.mark.django_db(transaction=True),
 ]
 
-FAMILY = ["default", "optimistic", "insert"]
 TWO_SERVERS = pytest.mark.engine("postgresql", "mariadb")
 
 
@@ -177,7 +176,7 @@ async def cancel_everywhere(case, nothing_left, when):
 def left_behind(keys, using):
     """Return what a cancelled task left behind, without waiting."""
     found = []
-    if using in FAMILY:
+    if using in ROWS:
         found += [
             f"in line: {claim.key_resource_id}" for claim in LockClaim.objects.all()
         ]

@@ -10,7 +10,7 @@ from dlocks import LockBackendError, LockLost, LockTimeout, db_lock, db_rwlock
 from dlocks.models import LockClaim
 from dlocks.testing import expire, held_elsewhere, lose
 from tests import jobs
-from tests.for_each import for_each
+from tests.for_each import FAMILY, for_each
 from tests.models import Counter
 from tests.promises.commands.running import refused, run
 from tests.promises.locks.keys import await_renewal, clear
@@ -25,9 +25,6 @@ pytestmark = [
 # Where a transaction of one caller does not keep all others from writing.
 SERVERS = pytest.mark.engine("postgresql", "mariadb")
 EVERY_SERVER = pytest.mark.engine("postgresql", "mariadb", "mysql")
-
-
-FAMILY = for_each("using", ["default", "optimistic", "insert"])
 
 
 @pytest.fixture

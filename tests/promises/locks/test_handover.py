@@ -22,7 +22,7 @@ from dlocks.backends.memory import MemoryBackend
 from dlocks.models import ResourceLock
 from dlocks.testing import expire, frozen_clock, override_locks
 from tests import jobs, pages
-from tests.for_each import for_each
+from tests.for_each import FAMILY, LEASES, for_each
 from tests.promises.locks.keys import clear, is_taken, row
 
 pytest_plugins = ["tests.promises.stops"]
@@ -30,9 +30,6 @@ pytestmark = [
     pytest.mark.front,
     pytest.mark.django_db(transaction=True),
 ]
-
-FAMILY = for_each("using", ["default", "optimistic", "insert"])
-EVERY = for_each("using", ["default", "optimistic", "insert", "memory"])
 
 
 def left(key):
@@ -92,7 +89,7 @@ def test_a_detached_hold_survives_the_end_of_its_process(doomed):
 # The process that detached the hold.
 
 
-@EVERY
+@LEASES
 def test_a_detached_hold_can_no_longer_be_used(using, signalled):
     """The former holder waits for it like any caller, and the text works only once."""
     lock, seen = db_lock("export:7", using=using, timeout=0), signalled(lock_detached)
@@ -181,7 +178,7 @@ def test_a_hold_that_could_not_be_detached_is_renewed(stops, until):
     hold.release()
 
 
-@EVERY
+@LEASES
 def test_a_refused_handover_changes_no_hold(using):
     """A hold cannot be detached if it is nested, of a transaction, ended or lost."""
     lock = db_lock("export:7", using=using)

@@ -23,14 +23,12 @@ from dlocks import (
     run_once,
 )
 from dlocks.models import HoldRecord
-from tests.for_each import for_each
+from tests.for_each import LEASES
 
 pytestmark = [pytest.mark.holds, pytest.mark.django_db(transaction=True)]
 
-USING = ["default", "optimistic", "insert", "memory"]
 
-
-@for_each("using", USING)
+@LEASES
 async def test_the_holder_of_a_coroutine_is_its_task(using):
     """All tasks make their requests in one thread, whose name says nothing of them."""
     lock = db_lock("stock:7", using=using, timeout=0)
@@ -87,7 +85,7 @@ def note_of(text):
     return text.partition(" [")[2].partition("]")[0]
 
 
-@for_each("using", USING)
+@LEASES
 def test_a_note_is_the_last_part_of_the_holder(using, in_other_thread, settings):
     """So people see what the work is. HOLDER says who does it."""
     holders_are(settings, lambda: "anna", using)
@@ -108,7 +106,7 @@ def test_a_note_is_the_last_part_of_the_holder(using, in_other_thread, settings)
         assert "[" not in hold.claim.holder
 
 
-@for_each("using", USING)
+@LEASES
 def test_a_holder_has_at_most_255_characters(using):
     """The note is cut. It has no line breaks, as the rest of the name."""
     lock = db_lock("stock:7", using=using, note="ü\n" * 200)
@@ -119,7 +117,7 @@ def test_a_holder_has_at_most_255_characters(using):
         assert "\n" not in holder
 
 
-@for_each("using", USING)
+@LEASES
 async def test_the_function_of_holder_sees_the_context_of_a_task(using, settings):
     """It is called for each task, in Django's sync thread."""
     user = contextvars.ContextVar("user")
@@ -158,7 +156,7 @@ def test_an_error_of_the_function_of_holder_is_only_logged(settings, caplog):
     [
         (7, "must be a dotted path"),
         ("shop.nowhere", "cannot be imported"),
-        (f"{__name__}.USING", "is not a function"),
+        (f"{__name__}.WHO", "is not a function"),
     ],
 )
 def test_a_wrong_holder_setting_is_refused(settings, path, why):

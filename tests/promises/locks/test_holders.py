@@ -12,16 +12,11 @@ from django.db import connection
 from dlocks import Holder, LockLost, Waiter, db_lock, db_rwlock, db_semaphore
 from dlocks.testing import abandoned
 from tests import jobs
-from tests.for_each import for_each
+from tests.for_each import EVERY, ROWS, for_each
 from tests.sync_and_async import sync_and_async
 
 pytestmark = [pytest.mark.driver, pytest.mark.django_db(transaction=True)]
 
-ROWS = ["default", "optimistic", "insert"]
-EVERY = for_each(
-    "using",
-    [*ROWS, "memory"] if connection.vendor == "sqlite" else [*ROWS, "session"],
-)
 SHARED = for_each(
     "using",
     ["default", "memory"]

@@ -12,7 +12,7 @@ from django.db import connection, transaction
 
 from dlocks import LockLost, db_lock
 from tests import jobs
-from tests.for_each import for_each
+from tests.for_each import FAMILY, for_each
 from tests.promises.locks.keys import await_renewal, queued
 from tests.timing import in_time
 from tests.volume import volume
@@ -23,7 +23,6 @@ pytestmark = [
     pytest.mark.django_db(transaction=True),
 ]
 
-FAMILY = for_each("using", ["default", "optimistic", "insert"])
 SERVERS = pytest.mark.engine("postgresql", "mariadb")
 
 

@@ -40,13 +40,10 @@ from dlocks.models import LockClaim, ResourceLock
 from dlocks.testing import abandoned
 from dlocks.values import KEY_LENGTH
 from tests import rows
-from tests.for_each import for_each
+from tests.for_each import FAMILY, for_each
 from tests.promises.locks.keys import clear, is_taken, row
 
 pytestmark = pytest.mark.django_db(transaction=True)
-
-FAMILY = for_each("using", ["default", "optimistic", "insert"])
-
 
 # Keys.
 

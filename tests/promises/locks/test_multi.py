@@ -20,7 +20,7 @@ from dlocks import (
 from dlocks.models import LockClaim, ResourceLock
 from dlocks.testing import frozen_clock, held_elsewhere, lose
 from tests import jobs
-from tests.for_each import for_each
+from tests.for_each import FAMILY, LEASES, for_each
 from tests.promises.locks.keys import clear, is_taken, queued
 from tests.timing import NotYetError, TooLateError, in_time
 from tests.volume import volume
@@ -28,9 +28,7 @@ from tests.volume import volume
 pytest_plugins = ["tests.promises.stops"]
 pytestmark = [pytest.mark.driver, pytest.mark.django_db(transaction=True)]
 
-FAMILY = for_each("using", ["default", "optimistic", "insert"])
 IN_ONE = for_each("using", ["default", "optimistic"])
-ALL = for_each("using", ["default", "optimistic", "insert", "memory"])
 
 
 def states():
@@ -133,7 +131,7 @@ def test_the_timeout_counts_while_rows_of_new_keys_are_created(using):
 # All or nothing.
 
 
-@ALL
+@LEASES
 def test_all_keys_are_held_and_released(using):
     """The hold has a token for each key, which grows from hold to hold."""
     tokens = []
@@ -160,7 +158,7 @@ def test_all_keys_are_held_and_released(using):
         assert of_key == sorted(set(of_key))
 
 
-@ALL
+@LEASES
 def test_after_a_timeout_no_key_is_held(using):
     """If one key is busy, none is acquired, and the error names that key."""
     for busy, timeout in (("a", 0), ("b", 0.1), ("c", 0)):

@@ -12,7 +12,7 @@ from django.db import connection
 from dlocks import LockBackendError, LockLost, LockStale, LockTimeout, db_lock
 from dlocks.models import LockClaim, ResourceLock
 from dlocks.testing import abandoned, lose
-from tests.for_each import for_each
+from tests.for_each import LEASES, for_each
 from tests.promises.locks.keys import clear, row
 from tests.sync_and_async import sync_and_async
 
@@ -25,15 +25,7 @@ pytestmark = [
 # The contract suite tests the backends on other engines. The session backend does not
 # exist on SQLite.
 HERE = pytest.mark.engine("sqlite", "postgresql")
-EVERY = for_each(
-    "using",
-    ["default", "optimistic", "insert", "memory"]
-    if connection.vendor == "sqlite"
-    else ["session"],
-)
-# These backends have leases that can expire, be cleared and be handed over.
-LEASED = for_each("using", ["default", "optimistic", "insert", "memory"])
-ROWS = for_each("using", ["default", "optimistic"])
+EVERY = LEASES if connection.vendor == "sqlite" else for_each("using", ["session"])
 
 
 @HERE
@@ -154,7 +146,7 @@ async def test_a_lock_that_is_not_reentrant_is_busy_for_its_holder(do, using, is
         assert hold.held
 
 
-@LEASED
+@LEASES
 @sync_and_async
 async def test_a_lost_hold_raises_in_check_and_at_the_end_of_its_block(do, using):
     with pytest.raises(LockLost, match="stock:7"):
@@ -168,7 +160,7 @@ async def test_a_lost_hold_raises_in_check_and_at_the_end_of_its_block(do, using
             assert not hold.held
 
 
-@LEASED
+@LEASES
 @sync_and_async
 async def test_an_error_of_the_block_has_a_note_about_the_loss(do, using):
     with pytest.raises(KeyError) as caught:
@@ -178,7 +170,7 @@ async def test_an_error_of_the_block_has_a_note_about_the_loss(do, using):
     assert caught.value.__notes__[0].startswith("LockLost: 'stock:7' was lost")
 
 
-@ROWS
+@for_each("using", ["default", "optimistic"])
 @sync_and_async
 async def test_a_failed_block_releases_with_the_status_failed(do, using):
     for error, status in (
@@ -210,7 +202,7 @@ async def test_a_second_release_does_nothing(do, using, is_busy, in_other_thread
     await do.ask(other, "release")
 
 
-@LEASED
+@LEASES
 @sync_and_async
 async def test_a_stale_lock_is_taken_over_or_refused(do, using):
     await do.sync(abandoned, "stock:7", using=using)
@@ -227,7 +219,7 @@ async def test_a_stale_lock_is_taken_over_or_refused(do, using):
             pass
 
 
-@LEASED
+@LEASES
 @sync_and_async
 async def test_a_backend_error_is_never_taken_for_a_busy_key(do, using, stops, is_busy):
     def fail(usual, claim):
@@ -240,7 +232,7 @@ async def test_a_backend_error_is_never_taken_for_a_busy_key(do, using, stops, i
     assert not await do.sync(is_busy, "stock:7", using)
 
 
-@LEASED
+@LEASES
 @sync_and_async
 async def test_a_hold_is_detached_and_resumed(do, using, is_busy):
     async with do.block(db_lock("stock:7", using=using)) as hold:

@@ -3,22 +3,14 @@
 from datetime import timedelta
 
 import pytest
-from django.db import connection
 
 from dlocks import LockDeadlock, LockStale, db_lock, db_semaphore
 from dlocks.models import LockClaim
 from dlocks.testing import abandoned
-from tests.for_each import for_each
+from tests.for_each import EVERY, for_each
 from tests.sync_and_async import sync_and_async
 
 pytestmark = [pytest.mark.holds, pytest.mark.django_db(transaction=True)]
-
-EVERY = for_each(
-    "using",
-    ["default", "optimistic", "insert", "memory"]
-    if connection.vendor == "sqlite"
-    else ["default", "session"],
-)
 
 
 @EVERY

@@ -8,12 +8,12 @@ import time
 from datetime import timedelta
 
 import pytest
-from django.db import connection, transaction
+from django.db import transaction
 
 from dlocks import LockBackendError, LockLost, db_lock, db_semaphore, resume_hold
 from dlocks.testing import lose
 from tests import jobs
-from tests.for_each import for_each
+from tests.for_each import EVERY, ROWS, for_each
 from tests.promises.locks.keys import is_taken, unlocked_after
 from tests.sync_and_async import sync_and_async
 from tests.timing import eventually
@@ -21,11 +21,6 @@ from tests.timing import eventually
 pytest_plugins = ["tests.promises.stops"]
 pytestmark = [pytest.mark.driver, pytest.mark.django_db(transaction=True)]
 
-ROWS = ["default", "optimistic", "insert"]
-EVERY = for_each(
-    "using",
-    [*ROWS, "memory"] if connection.vendor == "sqlite" else [*ROWS, "session"],
-)
 SERVERS = pytest.mark.engine("postgresql", "mariadb")
 
 
