@@ -122,6 +122,27 @@ def ended(key: str, *, token: int | None = None, **fields: object) -> HoldRecord
     return written
 
 
+FUNCTION = "CREATE FUNCTION of_a_test() RETURNS trigger LANGUAGE plpgsql AS $$ {} $$"
+
+
+@contextmanager
+def trigger(moment: str, model: type[models.Model], **bodies: str) -> Iterator[None]:
+    """Create a trigger for each row of a table, with the body for this vendor."""
+    body, drop = bodies[connection.vendor], "DROP TRIGGER of_a_test"
+    with connection.cursor() as cursor:
+        if connection.vendor == "postgresql":
+            cursor.execute(FUNCTION.format(body))
+            body = "FOR EACH ROW EXECUTE FUNCTION of_a_test()"
+            drop = "DROP FUNCTION of_a_test CASCADE"
+        table = model._meta.db_table
+        cursor.execute(f"CREATE TRIGGER of_a_test {moment} ON {table} {body}")
+    try:
+        yield
+    finally:
+        with connection.cursor() as cursor:
+            cursor.execute(drop)
+
+
 @contextmanager
 def without_table(model: type[models.Model]) -> Iterator[None]:
     """Rename the table of a model during a block, as if it were missing."""
