@@ -457,6 +457,36 @@ def doomed(transactional_db):
 
 
 @pytest.fixture
+def count_together(tmp_path):
+    """Return a function that counts in several processes under a lock.
+
+    No increment may be lost, and tokens must grow. It returns those of each process,
+    and calls another function every few moments.
+    """
+
+    def count(crowd, times, meanwhile=None, every=0.15, **policy):
+        from tests import jobs
+
+        path = tmp_path / "counter"
+        path.write_text("0 0")
+        policy = {"times": times, "scope": "lease", "timeout": 60, **policy}
+        for one in crowd:
+            # It begins only when all have started and are connected.
+            one.call(jobs.try_once, "warm", using=policy["using"])
+        for one in crowd:
+            one.start(jobs.count, str(path), "count", **policy)
+        while meanwhile and not all(one.pipe.poll(every) for one in crowd):
+            meanwhile()
+        tokens = [one.hear() for one in crowd]
+        every = [token for mine in tokens for token in mine]
+        assert path.read_text() == f"{times * len(crowd)} {max(every)}"
+        assert len(set(every)) == len(every)
+        return tokens
+
+    return count
+
+
+@pytest.fixture
 def in_other_thread():
     """Return a function that calls another one in a new thread.
 

@@ -17,7 +17,7 @@ import tempfile
 import time
 import traceback
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -130,6 +130,16 @@ class Worker:
         if self.process.is_alive():
             self.process.kill()
         self.pipe.close()
+
+
+def together(workers: Iterable[Worker]) -> list[Any]:
+    """Let jobs go on when each has sent a message. Return their results."""
+    workers = list(workers)
+    for worker in workers:
+        worker.hear()
+    for worker in workers:
+        worker.tell()
+    return [worker.hear() for worker in workers]
 
 
 def state_of(pid: int) -> str:

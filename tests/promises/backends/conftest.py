@@ -12,7 +12,7 @@ import signal
 
 import pytest
 
-from tests import jobs, servers
+from tests import servers
 from tests.promises.backends.others import client_of, quorum, redis, zookeeper
 
 
@@ -141,28 +141,3 @@ def configured(request, aliases, zookeeper_at):
         return aliases(**members, quorum=quorum(members, **options))
 
     return configure
-
-
-@pytest.fixture
-def count_together(tmp_path):
-    """Return a function that counts in several processes under a lock.
-
-    No increment may be lost, and ``jobs.count()`` checks that tokens grow.
-    """
-
-    def count(crowd, times, meanwhile=None, **policy):
-        path = tmp_path / "counter"
-        path.write_text("0 0")
-        policy = {"times": times, "scope": "lease", "timeout": 60, **policy}
-        for one in crowd:
-            # It begins only when all have started and are connected.
-            one.call(jobs.try_once, "warm", using=policy["using"])
-        for one in crowd:
-            one.start(jobs.count, str(path), "count", **policy)
-        while meanwhile and not all(one.pipe.poll(0.15) for one in crowd):
-            meanwhile()
-        for one in crowd:
-            one.hear()
-        assert path.read_text().split()[0] == f"{times * len(crowd)}"
-
-    return count

@@ -133,20 +133,14 @@ def test_innodb_rollback_on_timeout_is_refused_in_transactions(server, on_server
 
 
 @pytest.mark.engine("mariadb")
-def test_locks_work_with_innodb_snapshot_isolation(doomed, tmp_path):
+def test_locks_work_with_innodb_snapshot_isolation(doomed, count_together):
     """Newer servers do this by default."""
     option = {"init_command": "SET SESSION innodb_snapshot_isolation = ON"}
     crowd = [doomed(DLOCKS_TEST_OPTIONS=json.dumps(option)) for _ in range(2)]
-    times = volume(8)
     for using in ROWS:
         for scope in "lease", "transaction":
-            path, key = tmp_path / f"{using} {scope}", f"{using} {scope}"
-            path.write_text("0 0")
             policy = {"scope": scope, "using": using, "timeout": None}
-            for worker in crowd:
-                worker.start(jobs.count, str(path), key, times=times, **policy)
-            tokens = [token for worker in crowd for token in worker.hear()]
-            assert path.read_text() == f"{times * len(crowd)} {max(tokens)}"
+            count_together(crowd, volume(8), **policy)
         assert len(crowd[0].call(jobs.whole_cycle, using)) == 5
 
 

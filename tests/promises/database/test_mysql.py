@@ -296,7 +296,7 @@ def account():
 
 @for_each("tls", ["off", "required"])
 def test_caching_sha2_password_works_with_and_without_tls(
-    tls, account, doomed, tmp_path
+    tls, account, doomed, count_together
 ):
     """Leases, waiting and session locks work with a password."""
     import MySQLdb
@@ -315,14 +315,7 @@ def test_caching_sha2_password_works_with_and_without_tls(
         return
     assert [bool(worker.call(jobs.cipher)) for worker in crowd] == [tls != "off"] * 2
     for using in "default", "session":
-        path, policy = tmp_path / using, {"scope": "lease", "using": using}
-        path.write_text("0 0")
-        for worker in crowd:
-            worker.start(
-                jobs.count, str(path), "stock:7", times=5, timeout=60, **policy
-            )
-        tokens = [token for worker in crowd for token in worker.hear()]
-        assert path.read_text() == f"10 {max(tokens)}"
+        count_together(crowd, 5, using=using)
 
 
 def test_a_wrong_password_is_an_error_and_never_contention(account, doomed):

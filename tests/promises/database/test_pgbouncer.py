@@ -103,7 +103,7 @@ def test_processes_listen_only_without_the_pooler(pooled, workers):
     assert direct.call(listens, listen=False) is False
 
 
-def test_no_increment_is_lost_behind_the_pooler(pooled, tmp_path):
+def test_no_increment_is_lost_behind_the_pooler(pooled, count_together):
     """Leases and locks in transactions exclude each other without a session."""
     crowd, times = [pooled() for _ in range(3)], volume(7)
     for using, scope in (
@@ -112,14 +112,7 @@ def test_no_increment_is_lost_behind_the_pooler(pooled, tmp_path):
         ("optimistic", "transaction"),
         ("insert", "lease"),
     ):
-        path = tmp_path / f"{using} {scope}"
-        path.write_text("0 0")
-        policy = {"scope": scope, "using": using, "timeout": None}
-        for worker in crowd:
-            worker.start(jobs.count, str(path), path.name, times=times, **policy)
-        tokens = sorted(token for worker in crowd for token in worker.hear(120))
-        assert path.read_text() == f"{3 * times} {tokens[-1]}"
-        assert len(set(tokens)) == 3 * times
+        count_together(crowd, times, using=using, scope=scope, timeout=None)
 
 
 def test_the_queue_keeps_its_order_behind_the_pooler(pooled, in_queue):

@@ -5,17 +5,16 @@ The counter goes wrong if the lock does.
 
 from __future__ import annotations
 
-import io
-import itertools
+from functools import partial
 
 import pytest
-from django.core.management import call_command
 from django.db import transaction
 
 from dlocks import db_lock
 from dlocks.models import ResourceLock
 from tests import jobs
 from tests.for_each import for_each
+from tests.promises.commands.running import run
 from tests.volume import volume
 
 pytestmark = [pytest.mark.django_db(transaction=True)]
@@ -36,24 +35,16 @@ CASES = [
 
 @pytest.mark.driver
 @for_each("case", CASES)
-def test_no_increment_is_lost_and_tokens_strictly_increase(case, workers, tmp_path):
+def test_no_increment_is_lost_and_tokens_strictly_increase(
+    case, workers, count_together
+):
     """Rows are purged and created again all the time."""
     using, scope, fair, times = case
-    times = volume(times)
-    path = tmp_path / "counter"
-    path.write_text("0 0")
+    policy = {"scope": scope, "using": using, "fair": fair, "timeout": None}
+    purge = partial(run, "reap_locks", idle_for="0s", using=using)
     crowd = workers(PROCESSES)
-    for worker in crowd:
-        policy = {"scope": scope, "using": using, "fair": fair, "timeout": None}
-        worker.start(jobs.count, str(path), "counter", times=times, **policy)
-    while not all(worker.pipe.poll(0.05) for worker in crowd):
-        call_command("reap_locks", idle_for="0s", using=using, stdout=io.StringIO())
-    tokens = [worker.hear() for worker in crowd]
-    everybody = list(itertools.chain.from_iterable(tokens))
-    assert path.read_text() == f"{PROCESSES * times} {max(everybody)}"
-    for mine in tokens:
-        assert mine == sorted(set(mine))
-    assert len(set(everybody)) == len(everybody)
+    for mine in count_together(crowd, volume(times), purge, 0.05, **policy):
+        assert mine == sorted(mine)
 
 
 # A unit test forces the moment on PostgreSQL, see test_a_lost_race_in_a_transaction_….

@@ -25,6 +25,7 @@ from dlocks.optimistic import FencedManager, FencedModel, VersionedModel
 from dlocks.optimistic.retry import is_conflict
 from tests.for_each import for_each
 from tests.models import Crane, Machine, Place, Robot
+from tests.processes import together
 from tests.volume import volume
 
 pytestmark = [pytest.mark.driver, pytest.mark.django_db]
@@ -172,16 +173,15 @@ def test_a_hold_can_be_used_as_its_token(machine):
 
 @pytest.mark.engine("postgresql", "mariadb")
 @COMMITS
-def test_a_stopped_process_cannot_overwrite_its_successor(doomed, workers):
-    pk = Machine.objects.create(steps=10).pk
-    paused, successor = doomed(), workers(1)[0]
+def test_a_stopped_process_cannot_overwrite_its_successor(doomed, worker):
+    pk, paused = Machine.objects.create(steps=10).pk, doomed()
     paused.start(step_machine, pk, 5)
     assert paused.hear() == 10
     paused.stop()
-    successor.start(step_machine, pk, 6)
-    assert successor.hear() == 10
-    successor.tell()
-    assert successor.hear() is None
+    worker.start(step_machine, pk, 6)
+    assert worker.hear() == 10
+    worker.tell()
+    assert worker.hear() is None
     paused.resume()
     paused.tell()
     assert paused.hear() == "StaleToken"
@@ -191,19 +191,12 @@ def test_a_stopped_process_cannot_overwrite_its_successor(doomed, workers):
 @pytest.mark.engine("postgresql", "mariadb")
 @COMMITS
 def test_four_competing_processes_lose_no_step(workers):
-    """Each process claims with a newer token at any time.
-
-    A saved value was read after the claim, or the save is refused.
-    """
+    """A saved value was read after the claim, or the save is refused."""
     pk, times = Machine.objects.create().pk, volume(4)
     actors = workers(4)
     for number, worker in enumerate(actors):
         worker.start(step_with_newer_tokens, pk, number, times)
-    for worker in actors:
-        assert worker.hear() == "ready"
-    for worker in actors:
-        worker.tell()
-    refused = sum(worker.hear() for worker in actors)
+    refused = sum(together(actors))
     assert stored(pk)[1] == 4 * times
     assert refused > 0, "no process took the row from another one"
 

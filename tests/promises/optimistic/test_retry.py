@@ -18,6 +18,7 @@ from dlocks.optimistic.retry import is_conflict
 from tests import models
 from tests.for_each import for_each
 from tests.models import Article, Badge, Counter
+from tests.processes import together
 from tests.volume import volume
 
 pytestmark = [pytest.mark.front, pytest.mark.django_db]
@@ -128,11 +129,7 @@ def test_four_processes_with_retries_lose_no_increment(workers, case):
     policy = {"attempts": 400, "backoff": 0.002, "max_backoff": 0.05}
     for worker in counters:
         worker.start(increment, kind, times, **policy)
-    for worker in counters:
-        assert worker.hear() == "ready"
-    for worker in counters:
-        worker.tell()
-    repeated = sum(worker.hear(90) for worker in counters)
+    repeated = sum(together(counters))
     found = list(model.objects.values_list(field, flat=True))
     assert found == [4 * times] * rows
     assert repeated > 0, "no transaction was in the way of another one"
@@ -141,20 +138,13 @@ def test_four_processes_with_retries_lose_no_increment(workers, case):
 @pytest.mark.driver
 @COMMITS
 def test_one_of_concurrent_deletes_and_saves_succeeds(workers):
-    """The later writers have not seen the first write and are refused.
-
-    A deleted row stays deleted in both of its tables.
-    """
+    """A deleted row stays deleted in both of its tables."""
     for _ in range(volume(4)):
         pk = models.Report.objects.create().pk
         actors, actions = workers(4), ["delete", "save", "delete", "save"]
         for worker, action in zip(actors, actions, strict=True):
             worker.start(delete_or_save, pk, action)
-        for worker in actors:
-            assert worker.hear() == "read"
-        for worker in actors:
-            worker.tell()
-        refusals = [worker.hear() for worker in actors]
+        refusals = together(actors)
         assert sorted(map(str, refusals)) == ["None", *["StaleVersion"] * 3]
         winner = actions[refusals.index(None)]
         for model in (models.Report, Article):
@@ -166,11 +156,7 @@ def test_one_of_concurrent_deletes_and_saves_succeeds(workers):
 @pytest.mark.usefixtures("repeatable_read")
 @for_each("model", [Article, Badge])
 def test_an_old_snapshot_does_not_hide_a_conflict(in_other_thread, model):
-    """At REPEATABLE READ the row still looks unchanged.
-
-    The save compares with the current row of the database, also with Django's
-    ``select_on_save``.
-    """
+    """The row still looks unchanged, also to Django's ``select_on_save``."""
     model.objects.create()
     with (
         pytest.raises((StaleVersion, OperationalError)) as caught,
@@ -193,11 +179,7 @@ def test_a_deadlock_is_retried(workers):
     one, two = workers(2)
     one.start(cross, *rows, attempts=5)
     two.start(cross, *reversed(rows), attempts=5)
-    for worker in (one, two):
-        assert worker.hear() == "has the first"
-    for worker in (one, two):
-        worker.tell()
-    runs = [worker.hear() for worker in (one, two)]
+    runs = together([one, two])
     # The second run may lock its first row before the other transaction, just woken,
     # locks it. Then they deadlock again.
     assert max(runs) > 1
@@ -304,10 +286,7 @@ def test_other_errors_are_not_retried():
 
 @COMMITS
 def test_a_retry_inside_a_transaction_is_refused():
-    """A further attempt could not see the write of the other transaction.
-
-    Nested retries are refused too, and so are those of a coroutine.
-    """
+    """A further attempt could not see the write of the other transaction."""
     function, calls = failing(0)
 
     @retry_on_conflict(backoff=0)

@@ -1,5 +1,7 @@
 """Session locks exclude other callers, and can be shared, as documented."""
 
+from __future__ import annotations
+
 import itertools
 import threading
 import time
@@ -22,18 +24,11 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("scope", ["lease", "transaction"])
-def test_no_increment_is_lost_by_processes(scope, workers, tmp_path):
+def test_no_increment_is_lost_by_processes(scope, workers, count_together):
     """In a transaction on MariaDB, the lease is kept until the transaction ends."""
-    path = tmp_path / "counter"
-    path.write_text("0 0")
-    crowd, times = workers(4), volume(30 if scope == "lease" else 15)
+    times = volume(30 if scope == "lease" else 15)
     policy = {"scope": scope, "using": "session", "timeout": None}
-    for worker in crowd:
-        worker.start(jobs.count, str(path), "counter", times=times, **policy)
-    tokens = list(itertools.chain.from_iterable(worker.hear(150) for worker in crowd))
-    value, last = map(int, path.read_text().split())
-    assert value == len(crowd) * times == len(set(tokens))
-    assert last == max(tokens)
+    count_together(workers(4), times, **policy)
 
 
 def test_no_increment_is_lost_by_threads(threads):
