@@ -678,15 +678,17 @@ def is_busy(in_other_thread):
 def signalled():
     """Return a function that collects what some signals of dlocks report.
 
-    It returns a list of each signal with its hold, or its lock.
+    It returns a list of each signal with its hold, or its lock. Its receiver may fail.
     """
     connected = []
 
-    def collect(*dispatchers):
+    def collect(*dispatchers, error=None):
         seen = []
 
         def receive(signal, **kwargs):
             seen.append((signal, kwargs.get("hold") or kwargs["lock"]))
+            if error is not None:
+                raise error
 
         for dispatcher in dispatchers:
             dispatcher.connect(receive)

@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 
 
-def run_python(*arguments, warnings="error", cwd=ROOT, **environment):
+def run_python(*arguments, warnings="error", cwd=ROOT, timeout=110, **environment):
     """Run Python, and return the ended process with its output as text.
 
     The environment is that of the test, so the process can use its database.
@@ -22,7 +22,7 @@ def run_python(*arguments, warnings="error", cwd=ROOT, **environment):
         env={**os.environ, "PYTHONPATH": f"{ROOT}:{cwd}", **environment},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=timeout,
         check=False,
     )
 

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +15,7 @@ from tests.campaign.backends import freed, tick
 from tests.campaign.callers import Entry
 from tests.campaign.checker import check
 from tests.campaign.plans import KINDS, Caller, Plan, Step
+from tests.scripts import run_python
 from tests.volume import volume
 
 # The rounds use the memory backend.
@@ -30,13 +29,8 @@ LIMIT = 200
 
 def campaign(*options):
     """Run a campaign in a process of its own. Return what it prints."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.campaign", *options],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        check=False,
-    )
+    module = "-m", "tests.campaign"
+    done = run_python(*module, *options, warnings="default", timeout=LIMIT)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -6,9 +6,6 @@ Each process uses another node.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from contextlib import closing, contextmanager
 from dataclasses import replace
 
@@ -20,6 +17,7 @@ from tests.for_each import ROWS
 from tests.nemesis.__main__ import galera_plan
 from tests.nemesis.campaign import run
 from tests.promises.backends import cluster_jobs
+from tests.scripts import run_python
 from tests.servers import Galera
 from tests.timing import eventually
 from tests.volume import volume
@@ -98,15 +96,13 @@ def test_database_backends_keep_the_contract_on_a_galera_node(cluster, tmp_path)
     """The contract of a single server holds on a cluster too."""
     kinds = ["TestLeastPrivilege", "TestInsert"]
     suite = [f"tests/testing/test_contract.py::{kind}" for kind in kinds]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *suite],
-        env={
-            **os.environ,
-            **cluster[0].environment,
-            "DLOCKS_TEST_DIRECTORY": str(tmp_path),
-        },
-        capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
+    done = run_python(
+        *("-m", "pytest", "-q", "-p", "no:cacheprovider", *suite),
+        warnings="default",
+        timeout=200,
+        **cluster[0].environment,
+        DLOCKS_TEST_DIRECTORY=str(tmp_path),
+    )
     assert done.returncode == 0, done.stdout
     assert " passed" in done.stdout
 

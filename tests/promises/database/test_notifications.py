@@ -17,6 +17,7 @@ from asgiref.sync import sync_to_async
 from dlocks import db_lock
 from dlocks.models import LockClaim
 from tests import jobs
+from tests.scripts import run_script
 from tests.timing import in_time, seldom
 from tests.volume import volume
 
@@ -122,9 +123,7 @@ def test_local_processes_hardly_poll(doomed):
 def test_a_process_may_end_while_a_thread_waits():
     """It ends without a warning."""
     text = """
-import os, threading, time
-os.environ["DJANGO_SETTINGS_MODULE"] = "tests.settings"
-import django; django.setup()
+import threading, time
 from django.db import connection
 from dlocks import db_lock
 from dlocks.backends.database import PessimisticBackend
@@ -136,14 +135,8 @@ time.sleep(0.2)
 connection.close()
 """
     with db_lock("stock:7"):
-        ended = subprocess.run(
-            [sys.executable, "-X", "dev", "-W", "error", "-c", text],
-            capture_output=True,
-            timeout=60,
-        )
-    assert (ended.returncode, ended.stdout) == (0, b"")
-    assert b"Error" not in ended.stderr, ended.stderr
-    assert b"Warning" not in ended.stderr, ended.stderr
+        ended = run_script(text)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
 
 
 def test_a_forged_datagram_gives_no_hold(in_queue, threads):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import io
 import os
 import select
 import shlex
@@ -22,13 +21,8 @@ from pathlib import Path
 
 import pytest
 from asgiref.sync import async_to_sync, sync_to_async
-from django.core.management import (
-    BaseCommand,
-    CommandError,
-    call_command,
-)
+from django.core.management import BaseCommand, CommandError, call_command
 from django.db import transaction
-from django.dispatch import receiver
 
 from dlocks import (
     LockBackendError,
@@ -46,7 +40,9 @@ from dlocks.testing import abandoned, frozen_clock, held_elsewhere
 from tests import commands_for_tests, jobs, pages
 from tests.for_each import for_each
 from tests.processes import state_of, states_of
-from tests.promises.commands.running import exit_of
+from tests.promises.commands.running import exit_of, refused, run
+from tests.promises.locks.keys import clear
+from tests.promises.optimistic.kinds import received
 from tests.timing import eventually
 
 ROOT = Path(__file__).parent.parent.parent.parent
@@ -118,16 +114,9 @@ async def test_a_clock_skew_below_min_hold_does_not_run_a_job_twice(
     assert len(runs) == 2
 
 
-async def test_a_job_that_starts_itself_runs_once():
-    """The inner run returns None, and the outer one keeps the key.
-
-    The inner one is a timeout like that of another node. The job can ask for its lock.
-    """
-    runs, refused = [], []
-
-    @receiver(lock_timeout)
-    def on_timeout(lock, holder, **kwargs):
-        refused.append((lock.key, holder is not None))
+async def test_a_job_that_starts_itself_runs_once(signalled):
+    """The inner run is a timeout like that of another node."""
+    runs, refused = [], signalled(lock_timeout)
 
     @run_once("nightly:{region}", min_hold=60)
     def job(region):
@@ -147,7 +136,8 @@ async def test_a_job_that_starts_itself_runs_once():
     assert await sync_to_async(job)("north") == "done"
     assert await coroutine() == "done"
     assert runs == ["north", "weekly"]
-    assert refused == [("nightly:north", True), ("weekly", True), ("weekly", True)]
+    keys = [lock.key for _, lock in refused]
+    assert keys == ["nightly:north", "weekly", "weekly"]
     assert await sync_to_async(job)("north") is await coroutine() is None
 
 
@@ -246,7 +236,7 @@ def test_the_current_hold_of_a_command():
             assert current_hold() is self.hold
             return current_hold().key
 
-    assert call_command(Command(), stdout=io.StringIO()) == "command"
+    assert run(Command()) == "command\n"
     with pytest.raises(RuntimeError):
         current_hold()
 
@@ -301,7 +291,7 @@ def test_a_job_in_a_testcase_does_not_affect_the_next_test():
     def job():
         return "done"
 
-    # Each round is like a test of its own.
+    # Like two tests.
     for _ in range(2):
         with transaction.atomic():
             assert job() == "done"
@@ -319,15 +309,15 @@ def test_a_job_in_a_transaction_of_sqlite_is_refused(use):
     async def coroutine():
         runs.append("ran")
 
-    run = job if use == "call" else async_to_sync(coroutine)
+    start = job if use == "call" else async_to_sync(coroutine)
     why = "'nightly' cannot .* SQLite has one writer.*Acquire it before the tran"
     with pytest.raises(RuntimeError, match=why), transaction.atomic():
-        run()
+        start()
     assert runs == []
-    run()
+    start()
     with transaction.atomic(), pytest.raises(RuntimeError, match=why):
-        run()
-    run()
+        start()
+    start()
     assert runs == ["ran"]
 
 
@@ -384,28 +374,22 @@ def test_an_invalid_schedule_is_refused_when_decorating():
 
 
 def test_a_command_runs_under_a_lock_of_its_own_name():
-    """A second instance names the holder and exits with 75.
-
-    A timeout inside the command is not taken for a second instance.
-    """
+    """A timeout inside the command is not taken for a second instance."""
     command, key = commands_for_tests.Plain(), "command:commands_for_tests"
-    assert call_command(command, stdout=io.StringIO()) == key
+    assert run(command) == f"{key}\n"
     assert commands_for_tests.Plain.hold is None
     with held_elsewhere("inner"), pytest.raises(LockTimeout, match="inner"):
         call_command(commands_for_tests.WithTimeout())
-    refused = "already running.*held by web-2:77:MainThread"
+    said = "already running.*held by web-2:77:MainThread"
     with held_elsewhere(key, holder="web-2:77:MainThread"):
-        with pytest.raises(CommandError, match=refused) as caught:
+        with pytest.raises(CommandError, match=said) as caught:
             call_command(command)
     assert caught.value.returncode == 75
     assert command.hold is None
 
 
 def test_a_command_that_calls_itself_exits_with_75(is_busy):
-    """The run that calls it goes on under its lock. A caller may hold the key itself.
-
-    A second instance is running, whether it is another object or the same one.
-    """
+    """Its first run goes on under its lock. A caller may hold the key itself."""
     ran = []
 
     class Command(SingleInstance, BaseCommand):
@@ -429,12 +413,9 @@ def test_a_command_that_calls_itself_exits_with_75(is_busy):
 
 
 def test_the_documented_command_locks_by_its_options(page):
-    out = io.StringIO()
     with held_elsewhere("import_prices:acme"):
-        with pytest.raises(CommandError, match="import_prices:acme"):
-            call_command(page.Command(), "acme", stdout=out)
-        call_command(page.Command(), "other", stdout=out)
-    assert out.getvalue() == "imported other\n"
+        assert "import_prices:acme" in refused(page.Command(), "acme")
+        assert run(page.Command(), "other") == "imported other\n"
 
 
 # run_locked.
@@ -544,21 +525,18 @@ def test_a_command_exits_as_in_a_shell(capfd, is_busy):
 
 def test_an_invalid_command_line_is_refused_in_one_line(capfd):
     """A busy key exits with 75 and names the holder. The command does not run."""
-    run = python("print('ran')")
+    work = python("print('ran')")
     too_long = "A key can have at most 255 characters with its prefix, not"
+    busy = "'busy' could not be acquired without waiting: held by web-2:7:MainThread"
     for args, status, why in (
         (["backup"], 1, ""),
         (["backup", "--"], 1, ""),
-        (["", *run], 1, ""),
-        (["k", "--ttl", "0s", *run], 1, "ttl must be above 0"),
-        (["k", "--timeout", "60", *run], 1, "--timeout takes a duration such as"),
-        (["k", "--using", "nope", *run], 1, ""),
-        (["x" * 253, "--using", "prefixed", *run], 1, too_long),
-        (
-            ["busy", *run],
-            75,
-            "'busy' could not be acquired without waiting: held by web-2:7:MainThread",
-        ),
+        (["", *work], 1, ""),
+        (["k", "--ttl", "0s", *work], 1, "ttl must be above 0"),
+        (["k", "--timeout", "60", *work], 1, "--timeout takes a duration such as"),
+        (["k", "--using", "nope", *work], 1, ""),
+        (["x" * 253, "--using", "prefixed", *work], 1, too_long),
+        (["busy", *work], 75, busy),
     ):
         with held_elsewhere("busy", holder="web-2:7:MainThread"):
             assert exit_of(*args) == status, args
@@ -569,10 +547,7 @@ def test_an_invalid_command_line_is_refused_in_one_line(capfd):
 
 
 def test_signals_reach_the_command_and_the_key_stays_held(run_locked, is_busy, until):
-    """The lock is held while the command runs. Its holder shows the program's name.
-
-    A signal that comes when the command has already ended keeps its exit status.
-    """
+    """A signal that comes when the command has ended keeps its exit status."""
     program = run_locked("backup", *python(LISTENER))
     child = int(program.line())
     _host, pid, thread = db_lock("backup").holder().holder.split(":", 2)
@@ -597,7 +572,7 @@ def test_signals_reach_the_command_and_the_key_stays_held(run_locked, is_busy, u
         os.kill(child, 0)
 
 
-def test_arguments_are_shown_only_with_an_option(capfd):
+def test_arguments_are_shown_only_with_an_option(capfd, signalled):
     """They may contain passwords."""
     for options, shown in (
         ([], "MainThread [run_locked echo]"),
@@ -606,17 +581,10 @@ def test_arguments_are_shown_only_with_an_option(capfd):
             "MainThread [run_locked /bin/echo --password 'a b']",
         ),
     ):
+        acquired = signalled(lock_acquired)
         command = "/bin/echo", "--password", "a b"
-        holders = []
-
-        def remember(hold, holders=holders, **_):
-            holders.append(db_lock("backup").holder().holder.split(":", 2)[2])
-
-        lock_acquired.connect(remember)
-        try:
-            assert exit_of("backup", *options, "--", *command) == 0
-        finally:
-            lock_acquired.disconnect(remember)
+        assert exit_of("backup", *options, "--", *command) == 0
+        holders = [hold.claim.holder.split(":", 2)[2] for _, hold in acquired]
         assert holders == [shown]
 
 
@@ -702,8 +670,7 @@ def test_a_command_whose_lock_is_lost_receives_sigterm(run_locked, status, passe
     program = run_locked("backup", "--using", "brisk", *python(code))
     program.line()
     (row,) = ResourceLock.objects.filter(pk="backup")
-    reason = ["--yes", "--reason", "tests"]
-    call_command("clear_lock", "backup", *reason, stdout=io.StringIO())
+    clear("backup")
     assert program.line() == "SIGTERM"
     assert program.process.is_alive()
     assert program.end() == passed_on
@@ -768,16 +735,12 @@ def test_an_interrupt_ends_the_command_before_the_lock(capfd, is_busy):
 def test_a_command_does_not_start_after_its_lock_was_lost(capfd):
     """The process may have been paused for longer than its ttl."""
 
-    def clear(hold, **_):
-        words = ["clear_lock", "backup", "--yes", "--reason", "tests"]
-        call_command(*words, stdout=io.StringIO())
+    def clear_it(hold, **_):
+        clear(hold.key)
 
-    lock_acquired.connect(clear)
-    try:
-        with pytest.raises(CommandError, match="was cleared"):
-            call_command("run_locked", "backup", command=["echo", "done"])
-    finally:
-        lock_acquired.disconnect(clear)
+    lost = pytest.raises(CommandError, match="was cleared")
+    with received(clear_it, None, lock_acquired), lost:
+        call_command("run_locked", "backup", command=["echo", "done"])
     assert capfd.readouterr().out == ""
 
 

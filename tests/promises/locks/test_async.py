@@ -36,30 +36,6 @@ TWO_SERVERS = pytest.mark.engine("postgresql", "mariadb")
 
 
 @pytest.mark.front
-@for_each("keys", [("stock:7",), ("stock:7", "stock:8")])
-async def test_a_task_knows_what_it_holds_under_the_prefix_of_its_tenant(
-    keys, settings
-):
-    """A function returns the prefix, in the thread of Django's connections."""
-
-    def prefix():
-        return f"{getattr(connection, 'tenant', 'none')}:"
-
-    memory = {**settings.DLOCKS["memory"], "OPTIONS": {"prefix": prefix}}
-    settings.DLOCKS = {**settings.DLOCKS, "tenants": memory}
-    lock = db_lock(*keys, using="tenants")
-    await sync_to_async(setattr)(connection, "tenant", "shop")
-    try:
-        assert not lock.held()
-        async with lock:
-            assert db_lock(*keys, using="tenants").held()
-            assert not db_lock("stock:9", using="tenants").held()
-        assert not lock.held()
-    finally:
-        await sync_to_async(delattr)(connection, "tenant")
-
-
-@pytest.mark.front
 @for_each("using", ["default", "memory"])
 @for_each("keys", [("stock:7",), ("stock:7", "stock:8")])
 async def test_sync_methods_are_refused_in_a_coroutine(keys, using):
@@ -345,11 +321,7 @@ async def test_a_task_cancelled_with_several_keys_leaves_nothing(
 async def test_a_task_cancelled_during_a_handover_leaves_nothing(
     using, when, nothing_left
 ):
-    """A task that is cancelled during a handover leaves nothing acquired.
-
-    If it is cancelled while ``adetach()`` runs, the key is released, because no caller
-    receives the text.
-    """
+    """Without ``adetach()``'s text, which no caller receives, the key is released."""
     texts = []
 
     async def case():
@@ -377,10 +349,7 @@ async def test_a_task_cancelled_during_a_handover_leaves_nothing(
 async def test_guarded_writes_of_a_cancelled_task_are_under_the_lock(
     using, when, nothing_left
 ):
-    """The key is released only after the guarded function has ended.
-
-    The function runs to its end in its thread, although the task is cancelled.
-    """
+    """The function runs to its end in its thread. Only then the key is released."""
     running, worst = threading.Semaphore(1), []
 
     def work(hold):
@@ -493,10 +462,7 @@ def while_busy(request, threads, in_other_thread):
 
 @pytest.mark.front
 def test_async_code_keeps_a_lease_until_the_commit(while_busy):
-    """Other callers see the key free only with the changes of the transaction.
-
-    The transaction is that of the sync code that runs the async code.
-    """
+    """The transaction is that of the sync code that runs the async code."""
     lock = db_lock("stock:7", using="memory", scope="lease")
 
     async def work():
@@ -554,14 +520,9 @@ async def test_a_task_releases_after_a_transaction_of_several_calls():
     assert await waiting > 0
 
 
-# The request needs all apps of the test project.
 @pytest.mark.front
-@pytest.mark.django_db(transaction=True)
 async def test_tasks_and_sync_code_of_a_request_do_not_deadlock():
-    """An async view gathers two coroutines and two sync calls on one key.
-
-    The request comes from Django's AsyncClient.
-    """
+    """An async view gathers two coroutines and two sync calls on one key."""
     for _ in range(3):
         response = await AsyncClient().get("/gathered/")
         assert response.status_code == 200

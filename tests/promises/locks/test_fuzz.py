@@ -255,10 +255,7 @@ def exclude(using: str, one: str, other: str) -> bool:
 @pytest.mark.storage
 @pytest.mark.django_db(transaction=True)
 def test_only_equal_keys_exclude_each_other():
-    """Keys differ even if a collation would treat them as equal.
-
-    Examples are case, accents, trailing blanks and line breaks.
-    """
+    """A collation may ignore case, accents, trailing blanks and line breaks."""
 
     @settings(FUZZ, max_examples=volume(30))
     @given(

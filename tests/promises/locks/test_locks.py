@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import io
 import math
 import os
 import pickle
@@ -16,7 +15,6 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 from asgiref.sync import async_to_sync, sync_to_async
-from django.core.management import call_command
 from django.db import connection, transaction
 from django.test import override_settings
 from django.test.utils import CaptureQueriesContext
@@ -41,6 +39,7 @@ from dlocks.testing import abandoned
 from dlocks.values import KEY_LENGTH
 from tests import rows
 from tests.for_each import FAMILY, for_each
+from tests.promises.commands.running import run
 from tests.promises.locks.keys import clear, is_taken, row
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -129,10 +128,7 @@ def test_a_prefix_can_depend_on_the_caller(using, prefix):
 @pytest.mark.front
 @for_each("keys", [("7",), ("7", "8")])
 def test_a_lock_does_not_touch_the_hold_of_another_tenant(keys, prefix, is_busy):
-    """In a tenant, a lock neither releases nor reports what another tenant holds.
-
-    Each tenant hears of its own loss.
-    """
+    """It neither releases nor reports it. Each tenant hears of its own loss."""
     lock, prefix[0] = db_lock(*keys), "acme:"
     acme = lock.acquire()
     prefix[0] = "globex:"
@@ -220,18 +216,20 @@ def test_the_result_of_a_prefix_function_is_checked(prefix, django_assert_num_qu
 
 
 @pytest.mark.front
-async def test_a_prefix_function_is_called_in_djangos_thread(settings):
+@for_each("keys", [("7",), ("7", "8")])
+async def test_a_prefix_function_is_called_in_djangos_thread(keys, settings):
     """Synchronous middleware sets the tenant there, on Django's connection."""
-    threads = []
+    threads, before = [], settings.DLOCKS
     prefix = lambda: threads.append(threading.current_thread()) or "acme:"  # noqa: E731
-    settings.DLOCKS = {
-        "default": {**settings.DLOCKS["memory"], "OPTIONS": {"prefix": prefix}}
-    }
-    async with db_lock("7"):
-        assert (await db_lock("7").aholder()).key == "acme:7"
-        assert await db_lock("7").alocked()
+    settings.DLOCKS = {"default": {**before["memory"], "OPTIONS": {"prefix": prefix}}}
+    async with db_lock(*keys):
+        assert db_lock(*keys).held()
+        assert not db_lock("9").held()
+        assert (await db_lock(*keys).aholder()).key == "acme:7"
+        assert await db_lock(*keys).alocked()
+    assert not db_lock(*keys).held()
     assert set(threads) == {await sync_to_async(threading.current_thread)()}
-    assert len(threads) == 3
+    settings.DLOCKS = before
 
 
 @pytest.mark.front
@@ -531,10 +529,7 @@ def test_a_block_that_ends_in_another_thread_releases(in_other_thread, is_busy):
 @pytest.mark.front
 @for_each("in_block", [False, True])
 def test_a_block_never_releases_another_caller_s_hold(in_block, paused):
-    """The block has released its own hold early, and another thread has the next one.
-
-    Both use the same lock object.
-    """
+    """The block has released its own hold early. Both use one lock object."""
     lock = db_lock("stock:7")
 
     def work():
@@ -594,7 +589,7 @@ def test_tokens_grow_although_the_clock_has_stepped_back(using):
 
 def purge(using):
     """Delete the rows of free keys, as an operator does."""
-    call_command("reap_locks", idle_for="0s", using=using, stdout=io.StringIO())
+    run("reap_locks", idle_for="0s", using=using)
 
 
 def test_tokens_grow_across_purging_and_recreating_the_row(until):
@@ -619,28 +614,17 @@ def test_a_row_whose_token_is_ahead_of_the_clock_is_not_purged():
 
 
 @pytest.mark.front
-def test_signals_report_each_event(in_other_thread):
+def test_signals_report_each_event(in_other_thread, signalled):
     """A receiver that fails does not reach the caller."""
-    told = []
-
-    def receive(signal, **kwargs):
-        told.append((signal, kwargs.get("hold") or kwargs["lock"]))
-        raise ValueError("receiver")
-
-    signals = [lock_acquired, lock_released, lock_lost, lock_timeout]
-    for signal in signals:
-        signal.connect(receive)
-    try:
-        lock = db_lock("stock:7", timeout=0)
-        with lock as hold:
-            with lock:
-                pass
-            in_other_thread(lock.try_acquire)
-        with pytest.raises(LockLost), lock as second:
-            clear("stock:7")
-    finally:
-        for signal in signals:
-            signal.disconnect(receive)
+    signals = lock_acquired, lock_released, lock_lost, lock_timeout
+    told = signalled(*signals, error=ValueError("receiver"))
+    lock = db_lock("stock:7", timeout=0)
+    with lock as hold:
+        with lock:
+            pass
+        in_other_thread(lock.try_acquire)
+    with pytest.raises(LockLost), lock as second:
+        clear("stock:7")
     assert told == [
         (lock_acquired, hold),
         (lock_timeout, lock),

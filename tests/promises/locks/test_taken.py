@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
+from functools import partial
 
 import pytest
 from django.contrib.admin.models import LogEntry
 from django.contrib.auth.models import User
-from django.core.management import call_command
 from django.test import Client
 
 from dlocks import LockBackendError, LockLost, db_lock, db_semaphore
@@ -19,6 +19,7 @@ from tests import rows
 from tests.for_each import for_each
 from tests.promises.admin.names import END
 from tests.promises.admin.pages import end, fields, page
+from tests.promises.commands.running import run
 from tests.promises.locks.keys import clear
 from tests.sync_and_async import sync_and_async
 
@@ -47,10 +48,7 @@ def anna(transactional_db):
 
 @sync_and_async
 async def test_a_forced_release_in_the_admin_is_explained(do, anna, settings):
-    """LockLost names the user that forced the release, and the reason.
-
-    DLOCKS_SHOW_HOLDER hides both.
-    """
+    """LockLost names the user and the reason, which DLOCKS_SHOW_HOLDER hides."""
     by_anna = (
         r"^'stock:7' was lost by .*: anna wrote in the admin \d\.\d s ago: Forced"
         r" .*Reason: deploy hung\.$"
@@ -113,20 +111,12 @@ def test_a_loss_is_reported_without_the_table_of_the_admins_log():
 
 @COMMITS
 @for_each("using", ["default", "optimistic", "insert"])
-def test_a_lock_cleared_by_a_command_refers_to_the_audit_log(using, capsys):
-    """``clear_lock`` writes its reason only to the audit log.
-
-    The error says so.
-    """
+def test_a_lock_cleared_by_a_command_refers_to_the_audit_log(using):
+    """Its reason is only there."""
     hold = db_lock("stock:7", using=using).acquire()
-    call_command("clear_lock", "stock:7", "--yes", "--reason", "tests")
-    with pytest.raises(
-        LockLost,
-        match=(
-            r"it was cleared or force released \d\.\d s ago\. The log"
-            r" dlocks\.audit"
-        ),
-    ):
+    clear("stock:7", using)
+    said = r"it was cleared or force released \d\.\d s ago\. The log dlocks\.audit"
+    with pytest.raises(LockLost, match=said):
         hold.check()
 
 
@@ -166,44 +156,39 @@ def test_another_permit_does_not_explain_the_loss_of_one(in_other_thread):
         db_semaphore("api", 2).acquire(),
         in_other_thread(db_semaphore("api", 2).acquire),
     )
-    call_command(
-        "clear_lock", "api", "--share", str(hold.token), "--yes", "--reason", "tests"
-    )
+    share = "--share", f"{hold.token}"
+    run("clear_lock", "api", *share, "--yes", "--reason", "tests")
     with pytest.raises(LockLost, match=r"this hold has ended\.$"):
         hold.check()
     in_other_thread(other.release)
-
-
-class BrokenInspector(Inspector):
-    def taken_by(self, claim, token, age):
-        raise LockBackendError("The server is away.")
-
-
-class WithBrokenInspector(PessimisticBackend):
-    def __init__(self, *args, **options):
-        super().__init__(*args, **options)
-        self.inspector = BrokenInspector(self)
 
 
 class TimeLimitError(Exception):
     """A time limit that strikes a thread asynchronously, like that of RQ's timer."""
 
 
-class InterruptedInspector(Inspector):
+class FailingInspector(Inspector):
     def taken_by(self, claim, token, age):
-        raise TimeLimitError
+        raise self.error
 
 
-class WithInterruptedInspector(PessimisticBackend):
+class WithFailingInspector(PessimisticBackend):
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
-        self.inspector = InterruptedInspector(self)
+        self.inspector = FailingInspector(self)
+
+
+@pytest.fixture
+def failing(settings, monkeypatch):
+    """Return a function that lets each explanation fail with an error."""
+    settings.DLOCKS = {"default": {"BACKEND": f"{__name__}.WithFailingInspector"}}
+    return partial(monkeypatch.setattr, FailingInspector, "error", raising=False)
 
 
 @COMMITS
-def test_a_time_limit_during_the_explanation_reaches_the_caller(settings, is_busy):
+def test_a_time_limit_during_the_explanation_reaches_the_caller(failing, is_busy):
     """It is raised instead of LockLost, which the release then raises."""
-    settings.DLOCKS = {"default": {"BACKEND": f"{__name__}.WithInterruptedInspector"}}
+    failing(TimeLimitError())
     hold = db_lock("stock:7").acquire()
     clear("stock:7")
     with pytest.raises(TimeLimitError):
@@ -215,8 +200,8 @@ def test_a_time_limit_during_the_explanation_reaches_the_caller(settings, is_bus
 
 @pytest.mark.engine("sqlite", "postgresql")
 @COMMITS
-def test_a_failed_explanation_does_not_hide_the_loss(settings):
-    settings.DLOCKS = {"default": {"BACKEND": f"{__name__}.WithBrokenInspector"}}
+def test_a_failed_explanation_does_not_hide_the_loss(failing):
+    failing(LockBackendError("The server is away."))
     hold = db_lock("stock:7").acquire()
     clear("stock:7")
     with pytest.raises(LockLost, match=r"this hold has ended\.$"):
