@@ -19,19 +19,14 @@ from typing import Any
 
 from asgiref.sync import async_to_sync
 
-from dlocks import (
-    LockError,
-    LockLost,
-    LockTimeout,
-    db_lock,
-    db_rwlock,
-    db_semaphore,
-)
+from dlocks import LockError, LockLost, LockTimeout, db_lock, db_rwlock, db_semaphore
 from tests.campaign.backends import pauses, tick
 from tests.campaign.plans import Caller, Step
 from tests.sync_and_async import Async, Sync
 
 PERMITS = 2
+# What a request returns whose error was recorded.
+FAILED = object()
 # Seconds for which a caller waits for a hold that another one passes to it, and for
 # which the other one waits until it was taken.
 BOX_TIMEOUT = 0.5
@@ -313,6 +308,17 @@ class Actor:
             if entered:
                 entered[0].end()
 
+    async def asked(self, step: Step, what: str, request):
+        """Return the answer to a request for a hold, or FAILED after an error."""
+        mine = self.own(step.keys)
+        try:
+            return await request
+        except BaseException as error:
+            self.failed(step, error, mine, what)
+            if not isinstance(error, Exception):
+                raise
+            return FAILED
+
     def left(self, entry: Entry, error: BaseException):
         """Record an error at the end of an entry. A loss is checked later."""
         if not isinstance(error, (LockLost, asyncio.CancelledError)):
@@ -334,16 +340,8 @@ class Actor:
             entry.end()
 
     async def acquire(self, step: Step, what: str, **values) -> Entry | None:
-        mine = self.own(step.keys)
-        lock = self.lock(step)
-        try:
-            hold = await self.do.ask(lock, "acquire")
-        except BaseException as error:
-            self.failed(step, error, mine, what)
-            if not isinstance(error, Exception):
-                raise
-            return None
-        return self.enter(hold, what, **values)
+        hold = await self.asked(step, what, self.do.ask(self.lock(step), "acquire"))
+        return None if hold is FAILED else self.enter(hold, what, **values)
 
     async def inside(self, entry: Entry, steps):
         self.holds.append(entry)
@@ -368,13 +366,9 @@ class Actor:
                     entered[0].leave()
 
     async def do_try(self, step):
-        mine = self.own(step.keys)
-        try:
-            hold = await self.do.ask(self.lock(step), "try_acquire")
-        except BaseException as error:
-            self.failed(step, error, mine, "try")
-            if not isinstance(error, Exception):
-                raise
+        mine, request = self.own(step.keys), self.do.ask(self.lock(step), "try_acquire")
+        hold = await self.asked(step, "try", request)
+        if hold is FAILED:
             return
         if hold is None:
             if mine:
@@ -571,15 +565,9 @@ class Actor:
 
     async def do_generator(self, step):
         entries: list[Entry] = []
-        mine, lock = self.own(step.keys), self.lock(step)
         enter = partial(self.enter, what="generator", block=True)
-        generator = self.do.generator(lock, entries, enter)
-        try:
-            await self.do.next(generator)
-        except BaseException as error:
-            self.failed(step, error, mine, "generator")
-            if not isinstance(error, Exception):
-                raise
+        generator = self.do.generator(self.lock(step), entries, enter)
+        if await self.asked(step, "generator", self.do.next(generator)) is FAILED:
             return
         self.generators[step.name] = generator, entries[0]
         entries[0].what += " of a shared lock" if step.shared else ""
@@ -670,15 +658,15 @@ class Actor:
 
     async def do_waitfor(self, step):
         """The idiom of asyncio.Lock with a timeout."""
-        lock, mine = self.lock(step), self.own(step.keys)
-        try:
-            hold = await asyncio.wait_for(lock.aacquire(), step.ms / 1000)
-        except TimeoutError:
-            return
-        except BaseException as error:
-            self.failed(step, error, mine, "wait_for")
-            if not isinstance(error, Exception):
-                raise
+        lock = self.lock(step)
+
+        async def acquired():
+            with suppress(TimeoutError):
+                return await asyncio.wait_for(lock.aacquire(), step.ms / 1000)
+            return FAILED
+
+        hold = await self.asked(step, "wait_for", acquired())
+        if hold is FAILED:
             return
         entry = self.enter(hold, "wait_for")
         # Up to Python 3.11, another task acquired it.
@@ -689,24 +677,23 @@ class Actor:
             await self.release(entry, lock)
 
     async def do_stray(self, step):
-        lock, mine = self.lock(step), self.own(step.keys)
-        try:
-            hold = await self.do.ask(lock, "acquire")
-        except LockTimeout as error:
-            self.failed(step, error, mine, "acquire before a stray release")
-        except BaseException as error:
-            self.failed(step, error, mine, "acquire before a stray release")
-            if not isinstance(error, Exception):
+        lock, mine, timeouts = self.lock(step), self.own(step.keys), []
+
+        async def acquired():
+            try:
+                return await self.do.ask(lock, "acquire")
+            except LockTimeout as error:
+                timeouts.append(error)
                 raise
-            return
-        else:
+
+        hold = await self.asked(step, "acquire before a stray release", acquired())
+        if hold is not FAILED:
             entry = self.enter(hold, "acquire, lock")
             try:
                 await self.inside(entry, step.body)
             finally:
                 await self.release(entry, lock)
-            return
-        if mine:
+        if mine or not timeouts:
             return
         if lock.held():
             self.round.note("stray", "held() after a timeout", f"{self.name}: held()")

@@ -131,6 +131,14 @@ def guard(pipe, key, name, *, when_told=False, **policy):
     return "committed"
 
 
+def check_takeover(worker, token):
+    """Check that ``guard()`` of a process commits, with a larger token."""
+    assert worker.hear() > token
+    assert worker.hear() == "inside"
+    worker.tell()
+    assert worker.hear() == "committed"
+
+
 def write_under(pipe, key, name, **policy):
     with db_lock(key, **policy) as held, transaction.atomic():
         Counter.objects.create(name=name)

@@ -17,6 +17,7 @@ from tests.for_each import ROWS
 from tests.nemesis.__main__ import galera_plan
 from tests.nemesis.campaign import run
 from tests.promises.backends import cluster_jobs
+from tests.promises.backends.cluster_jobs import check_takeover
 from tests.scripts import run_python
 from tests.servers import Galera
 from tests.timing import eventually
@@ -187,14 +188,6 @@ def test_a_transaction_that_ignores_its_lost_lock_cannot_commit(cluster, three):
         assert second.call(cluster_jobs.names) == ["first"], using
 
 
-def check_guard(worker, token):
-    """Check that a guarded transaction commits after a takeover."""
-    assert worker.hear() > token
-    assert worker.hear() == "inside"
-    worker.tell()
-    assert worker.hear() == "committed"
-
-
 def test_a_paused_guard_cannot_commit_after_a_takeover_on_a_node(cluster, three):
     first, second, _ = three
     for using in ROWS:
@@ -205,7 +198,7 @@ def test_a_paused_guard_cannot_commit_after_a_takeover_on_a_node(cluster, three)
         # On a single server, no other process would acquire the key before the end of
         # that transaction. Row locks do not reach other nodes.
         second.start(cluster_jobs.guard, using, using, timeout=30, using=using)
-        check_guard(second, token)
+        check_takeover(second, token)
         first.resume()
         first.tell()
         assert first.hear() in {"OperationalError", "LockBackendError", "LockLost"}
@@ -270,7 +263,7 @@ def check_tokens_on_different_clocks(nodes, process):
     token = behind.hear()
     assert behind.hear() == "inside"
     one.start(cluster_jobs.guard, "early", "second", timeout=60)
-    check_guard(one, token)
+    check_takeover(one, token)
     behind.tell()
     assert behind.hear() in {"OperationalError", "LockBackendError", "LockLost"}
     assert other.call(cluster_jobs.token_of, "early", timeout=60) > token

@@ -60,6 +60,12 @@ def stored(model, pk=None, name="version"):
     return rows.get() if pk is None else rows.get(pk=pk)
 
 
+def own_checks(model):
+    """Return the ids of the messages of dlocks about a model."""
+    found = sorted(message.id for message in model.check())
+    return [one for one in found if one.startswith("dlocks")]
+
+
 def execute(sql, *values):
     with connection.cursor() as cursor:
         cursor.execute(sql, values)

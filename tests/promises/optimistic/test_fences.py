@@ -19,6 +19,7 @@ from django.db import (
     models,
     transaction,
 )
+from django.test.utils import isolate_apps
 
 from dlocks import LockError, StaleToken, db_lock
 from dlocks.optimistic import FencedManager, FencedModel, VersionedModel
@@ -26,6 +27,7 @@ from dlocks.optimistic.retry import is_conflict
 from tests.for_each import for_each
 from tests.models import Crane, Machine, Place, Robot
 from tests.processes import together
+from tests.promises.optimistic.kinds import own_checks
 from tests.volume import volume
 
 pytestmark = [pytest.mark.driver, pytest.mark.django_db]
@@ -576,9 +578,8 @@ async def test_async_methods_are_fenced_too():
 
 
 @pytest.mark.front
+@isolate_apps("tests")
 def test_the_checks_report_wrong_managers_and_base_classes():
-    from django.apps import apps
-
     class Plain(FencedModel):
         objects = models.Manager()
 
@@ -591,17 +592,6 @@ def test_the_checks_report_wrong_managers_and_base_classes():
         class Meta:
             app_label = "tests"
 
-    try:
-        assert [
-            message.id for message in Plain.check() if message.id.startswith("dlocks")
-        ] == ["dlocks.E024"]
-        assert "dlocks.E023" in [message.id for message in Both.check()]
-        assert not [
-            message
-            for message in Machine.check() + Robot.check()
-            if message.id.startswith("dlocks")
-        ]
-    finally:
-        for model in (Plain, Both):
-            apps.all_models["tests"].pop(model.__name__.lower())
-        apps.clear_cache()
+    assert own_checks(Plain) == ["dlocks.E024"]
+    assert "dlocks.E023" in own_checks(Both)
+    assert own_checks(Machine) == own_checks(Robot) == []

@@ -24,6 +24,7 @@ from django.db import (
 from django.db.migrations.state import ModelState, ProjectState
 from django.db.models import F
 from django.db.models.signals import post_save, pre_delete, pre_save
+from django.test.utils import isolate_apps
 
 from dlocks import LockError, StaleVersion
 from dlocks.optimistic import (
@@ -51,6 +52,7 @@ from tests.promises.optimistic.kinds import (
     execute,
     for_each_kind,
     is_stale,
+    own_checks,
     received,
     stored,
 )
@@ -664,22 +666,8 @@ def test_rows_older_than_the_column_are_compared(article):
     is_stale(second.save)
 
 
-@pytest.fixture
-def ids():
-    from django.apps import apps
-
-    def check(model):
-        try:
-            found = sorted(message.id for message in model.check())
-            return [one for one in found if one.startswith("dlocks")]
-        finally:
-            apps.all_models["tests"].pop(model.__name__.lower(), None)
-            apps.clear_cache()
-
-    return check
-
-
-def test_the_checks_report_unprotected_models(ids):
+@isolate_apps("tests")
+def test_the_checks_report_unprotected_models():
     class Plain(VersionedModel):
         objects = models.Manager()
 
@@ -704,7 +692,7 @@ def test_the_checks_report_unprotected_models(ids):
         class Meta:
             app_label = "tests"
 
-    found = [ids(model) for model in (Plain, Two, Odd, Good)]
+    found = [own_checks(model) for model in (Plain, Two, Odd, Good)]
     assert found == [["dlocks.E021"], ["dlocks.E020"], ["dlocks.E022"], []]
     every = [message.id or "" for message in checks.run_checks(databases=[])]
     assert not [one for one in every if one.startswith("dlocks.E02")]
