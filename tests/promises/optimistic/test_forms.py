@@ -38,6 +38,7 @@ from tests.for_each import for_each
 from tests.models import Album, Article, Comment, Counter
 from tests.promises.admin.conftest import boss
 from tests.promises.admin.pages import page
+from tests.promises.optimistic.kinds import received
 
 __all__ = ["boss"]
 
@@ -111,11 +112,8 @@ def before_the_write(signal, action):
             done.append(True)
             action()
 
-    signal.connect(handler, sender=Article)
-    try:
+    with received(handler, Article, signal):
         yield
-    finally:
-        signal.disconnect(handler, sender=Article)
     assert done
 
 
@@ -365,11 +363,8 @@ def test_relations_are_saved_together_with_the_version(in_other_thread):
     def receiver(**kwargs):
         between.append(in_other_thread(opened))
 
-    post_save.connect(receiver, sender=Album)
-    try:
+    with received(receiver, Album, post_save):
         assert submit(opened(), ann)
-    finally:
-        post_save.disconnect(receiver, sender=Album)
     submit(between[0], bob)
     assert ann in Album.objects.get().authors.all()
 
@@ -429,25 +424,49 @@ def test_a_formset_does_not_write_untouched_rows(article):
 # The admin's page of one row
 
 
+class Opened:
+    """A page of the admin that a user has opened, with the data that it would send."""
+
+    def __init__(self, user, url, **changes):
+        self.user, self.url = user, url
+        self.extra = {"_save": "Save"} if url == LIST else {}
+        self.shows(page(user.get(url)), **changes)
+
+    def shows(self, text, **changes):
+        """Take the data from the text of the page, and change some values."""
+        self.text, self.data = text, sent(text, **self.extra, **changes)
+
+    def refused(self, **changes):
+        """Save, and return the text of the page, which shows a conflict."""
+        self.shows(page(self.user.post(self.url, self.data | changes)))
+        return self.text
+
+    def saves(self, **changes):
+        """Save, and return whether that has worked."""
+        return self.user.post(self.url, self.data | changes).status_code == 302
+
+
+@pytest.fixture
+def change(boss, article):
+    """Return a function that opens the page of the article."""
+    return partial(Opened, boss, f"{LIST}{article.pk}/change/")
+
+
 @pytest.mark.driver
-def test_the_admin_saves_and_logs_as_usual(boss, article):
-    url = f"{LIST}{article.pk}/change/"
-    response = boss.post(url, sent(page(boss.get(url)), title="second"))
-    assert response.status_code == 302
+def test_the_admin_saves_and_logs_as_usual(boss, article, change):
+    assert change(title="second").saves()
     assert Article.objects.get().title == "second"
     assert Article.objects.get().version > article.version
     assert LogEntry.objects.get().get_change_message() == "Changed Title."
-    url = f"{LIST}add/"
-    assert boss.post(url, sent(page(boss.get(url)), title="new")).status_code == 302
+    assert Opened(boss, f"{LIST}add/", title="new").saves()
     assert Article.objects.get(title="new").version
 
 
-def test_the_admin_shows_a_conflict_and_saves_when_resubmitted(boss, article):
+def test_the_admin_shows_a_conflict_and_saves_when_resubmitted(change):
     """Conflicts come before changes of one side."""
-    url = f"{LIST}{article.pk}/change/"
-    data = sent(page(boss.get(url)), title="mine", body="mine")
+    opened = change(title="mine", body="mine")
     Article.objects.update(body="theirs", views=4)
-    text = page(boss.post(url, data))
+    text = opened.refused()
     assert "This object has changed in the meantime" in text
     assert cells(text) == [
         ("Body", "mine", "theirs"),
@@ -459,9 +478,9 @@ def test_the_admin_shows_a_conflict_and_saves_when_resubmitted(boss, article):
     assert Article.objects.get().title == "first"
     assert not LogEntry.objects.exists()
     # What was entered is still there, and nothing else.
-    again = sent(text)
+    again = opened.data
     assert (again["title"], again["body"], again["views"]) == ("mine", "mine", "4")
-    assert boss.post(url, again).status_code == 302
+    assert opened.saves()
     found = Article.objects.values_list("title", "body", "views").get()
     assert found == ("mine", "mine", 4)
 
@@ -478,24 +497,22 @@ def test_changes_of_different_fields_are_kept_together(boss, place):
         "inline": ("comments-0-text", "comments-0-author"),
         "list": ("form-0-title", "form-0-views"),
     }[place]
-    changes = {yours: "mine", **({"_save": "Save"} if place == "list" else {})}
-    data = sent(page(boss.get(url)), **changes)
+    opened = Opened(boss, url, **{yours: "mine"})
     label = ("Title", "Views", "first", "3")
     if place == "inline":
         Comment.objects.update(author="8")
         label = ("Text", "Author", "old", "Ada")
     else:
         Article.objects.update(views=8)
-    text = page(boss.post(url, data))
+    text = opened.refused()
     assert cells(text) == [
         (f"{label[0]} changed by you", "mine", label[2]),
         (f"{label[1]} changed by them", label[3], "8"),
     ]
     assert "No field was changed on both sides." in text
     assert 'class="dlocks-both"' not in text
-    again = sent(text, **changes)
-    assert (again[yours], again[theirs]) == ("mine", "8")
-    assert boss.post(url, again).status_code == 302
+    assert (opened.data[yours], opened.data[theirs]) == ("mine", "8")
+    assert opened.saves()
     article.refresh_from_db()
     comment.refresh_from_db()
     saved = (article.title, str(article.views))
@@ -513,40 +530,36 @@ def test_the_page_says_who_changed_the_object_and_when(boss, place, settings):
     Comment.objects.create(article=article, text="old")
     url = LIST if place == "list" else f"{LIST}{article.pk}/change/"
     field = {"inline": "comments-0-text", "list": "form-0-title"}.get(place, "title")
-    changes = {"_save": "Save"} if place == "list" else {}
     ada, rights = Client(), {"is_staff": True, "is_superuser": True}
     ada.force_login(User.objects.get_or_create(username="ada", **rights)[0])
     if place == "page":
         # An entry from before the page was opened.
-        ada.post(url, sent(page(ada.get(url)), **changes, **{field: "before"}))
-    data = sent(page(boss.get(url)), **changes, **{field: "yours"})
-    ada.post(url, sent(page(ada.get(url)), **changes, **{field: "theirs"}))
-    text = page(boss.post(url, data))
+        assert Opened(ada, url, **{field: "before"}).saves()
+    opened = Opened(boss, url, **{field: "yours"})
+    assert Opened(ada, url, **{field: "theirs"}).saves()
+    text = opened.refused()
     entry = LogEntry.objects.first()
     when = date_format(timezone.localtime(entry.action_time), "DATETIME_FORMAT")
     assert f"Last changed in the admin by ada, {when}<" in text
     # The next change is made by a program.
     Article.objects.update(title="third")
     Comment.objects.update(text="third")
-    text = page(boss.post(url, sent(text, **changes)))
-    assert "Last changed in the admin" not in text
+    assert "Last changed in the admin" not in opened.refused()
 
 
-def test_a_conflict_is_shown_if_use_tz_is_off(boss, article, settings):
+def test_a_conflict_is_shown_if_use_tz_is_off(change, settings):
     settings.USE_TZ = False
-    url = f"{LIST}{article.pk}/change/"
-    data = sent(page(boss.get(url)), title="yours")
-    boss.post(url, sent(page(boss.get(url)), title="theirs"))
-    assert "Last changed in the admin by boss, " in page(boss.post(url, data))
+    one, other = change(title="yours"), change(title="yours")
+    assert change(title="theirs").saves()
+    assert "Last changed in the admin by boss, " in one.refused()
     LogEntry.objects.update(action_time=timezone.now() - timedelta(days=2))
-    assert "Last changed in the admin" not in page(boss.post(url, data))
+    assert "Last changed in the admin" not in other.refused()
 
 
-def test_a_form_outside_the_admin_names_no_user(article, boss):
+def test_a_form_outside_the_admin_names_no_user(article, change):
     """Visitors of a public page must not see the names of the staff."""
     form = bound(article, title="yours")
-    url = f"{LIST}{article.pk}/change/"
-    boss.post(url, sent(page(boss.get(url)), title="theirs"))
+    assert change(title="theirs").saves()
     form = ArticleForm(form.data, instance=Article.objects.get())
     assert not form.is_valid()
     assert "boss" not in str(form.conflict)
@@ -555,34 +568,30 @@ def test_a_form_outside_the_admin_names_no_user(article, boss):
 # SQLite has one writer, which is the request itself by then.
 @pytest.mark.engine("postgresql", "mariadb")
 @pytest.mark.django_db(transaction=True)
-def test_the_admin_shows_a_change_just_before_its_write(boss, article, in_other_thread):
+def test_the_admin_shows_a_change_just_before_its_write(boss, change, in_other_thread):
     """The form and the list do."""
 
-    def change():
-        Article.objects.update(title="theirs")
-
-    for url, extra, name in (
-        (f"{LIST}{article.pk}/change/", {}, "title"),
-        (LIST, {"_save": "Save"}, "form-0-title"),
-    ):
+    theirs = partial(Article.objects.update, title="theirs")
+    for open_page in change, partial(Opened, boss, LIST):
         Article.objects.update(title="first")
-        data = sent(page(boss.get(url)), **extra, **{name: "yours"})
-        with before_the_write(pre_save, lambda: in_other_thread(change)):
-            text = page(boss.post(url, data))
+        opened = open_page()
+        name = "title" if open_page is change else "form-0-title"
+        opened.data[name] = "yours"
+        with before_the_write(pre_save, lambda: in_other_thread(theirs)):
+            text = opened.refused()
         assert cells(text) == [("Title", "yours", "theirs")]
         assert Article.objects.get().title == "theirs"
-        assert boss.post(url, sent(text, **extra)).status_code == 302
+        assert opened.saves()
         assert Article.objects.get().title == "yours"
 
 
-def test_the_admin_refuses_a_form_without_its_version_or_row(boss, article):
-    url = f"{LIST}{article.pk}/change/"
-    data = sent(page(boss.get(url)), title="yours")
-    without = {name: value for name, value in data.items() if name != TOKEN}
-    assert "does not contain the version" in page(boss.post(url, without))
+def test_the_admin_refuses_a_form_without_its_version_or_row(article, change):
+    opened, without = change(title="yours"), change(title="yours")
+    del without.data[TOKEN]
+    assert "does not contain the version" in without.refused()
     assert Article.objects.get().title == "first"
     article.delete()
-    response = boss.post(url, data, follow=True)
+    response = opened.user.post(opened.url, opened.data, follow=True)
     assert "Perhaps it was deleted?" in html.unescape(page(response))
     assert not Article.objects.exists()
 
@@ -598,30 +607,26 @@ def test_a_page_that_can_only_be_viewed_needs_no_version(boss, article):
 # Inline rows
 
 
-def test_an_inline_row_that_changed_is_refused_and_shown(boss, article):
+def test_an_inline_row_that_changed_is_refused_and_shown(change):
     """It is not deleted either. A new one can be added."""
-    url = f"{LIST}{article.pk}/change/"
-    data = sent(page(boss.get(url)), **{"comments-0-text": "old"})
-    assert boss.post(url, data).status_code == 302
+    assert change(**{"comments-0-text": "old"}).saves()
     comment = Comment.objects.get()
-    data = sent(page(boss.get(url)), **{"comments-0-text": "yours"})
+    opened = change(**{"comments-0-text": "yours"})
     Comment.objects.update(text="theirs")
-    text = page(boss.post(url, data))
-    assert cells(text) == [("Text", "yours", "theirs")]
+    assert cells(opened.refused()) == [("Text", "yours", "theirs")]
     assert Comment.objects.get().text == "theirs"
-    again = sent(text)
-    assert again["comments-0-text"] == "yours"
-    assert boss.post(url, again).status_code == 302
+    assert opened.data["comments-0-text"] == "yours"
+    assert opened.saves()
     comment.refresh_from_db()
     assert comment.text == "yours"
-    data = sent(page(boss.get(url)), **{"comments-0-DELETE": "on"})
+    opened = change(**{"comments-0-DELETE": "on"})
     Comment.objects.update(text="theirs")
-    text = page(boss.post(url, data))
+    text = opened.refused()
     assert Comment.objects.get().text == "theirs"
     assert cells(text) == [("Text changed by them", "yours", "theirs")]
     assert "Save again to keep all changes." not in text
     # The box is still checked.
-    assert boss.post(url, sent(text)).status_code == 302
+    assert opened.saves()
     assert not Comment.objects.exists()
 
 
@@ -631,23 +636,22 @@ def test_an_inline_row_that_changed_is_refused_and_shown(boss, article):
 def test_a_conflicting_row_of_the_list_saves_nothing(boss, article):
     """A row that you have not touched is not written."""
     other = Article.objects.create(title="other")
-    data = sent(page(boss.get(LIST)), _save="Save")
-    index = {data[f"form-{number}-id"]: number for number in range(2)}
+    opened = Opened(boss, LIST)
+    index = {opened.data[f"form-{number}-id"]: number for number in range(2)}
     mine = f"form-{index[str(article.pk)]}-title"
     theirs = f"form-{index[str(other.pk)]}-title"
     Article.objects.filter(pk=other.pk).update(title="theirs")
-    text = page(boss.post(LIST, {**data, mine: "mine", theirs: "also mine"}))
+    text = opened.refused(**{mine: "mine", theirs: "also mine"})
     assert cells(text) == [("Title", "also mine", "theirs")]
     assert set(Article.objects.values_list("title", flat=True)) == {"first", "theirs"}
-    again = sent(text, _save="Save")
-    assert again[theirs] == "also mine"
-    assert boss.post(LIST, again).status_code == 302
+    assert opened.data[theirs] == "also mine"
+    assert opened.saves()
     titles = Article.objects.order_by("pk").values_list("title", flat=True)
     assert list(titles) == ["mine", "also mine"]
-    data = sent(page(boss.get(LIST)), _save="Save")
+    opened = Opened(boss, LIST)
     Article.objects.filter(pk=other.pk).update(title="theirs")
     version = Article.objects.get(pk=other.pk).version
-    assert boss.post(LIST, {**data, mine: "second"}).status_code == 302
+    assert opened.saves(**{mine: "second"})
     assert list(titles.all()) == ["second", "theirs"]
     assert Article.objects.get(pk=other.pk).version == version
 
@@ -787,20 +791,16 @@ def test_a_failing_on_commit_callback_is_not_a_conflict(boss, what, own, monkeyp
         raise StaleVersion(Counter, 1, 1, 2)
 
     signal = post_delete if what == "delete" else post_save
-    signal.connect(fail, sender=Article)
-    try:
-        with pytest.raises(StaleVersion):
-            if what == "list":
-                titles = {f"form-{number}-title": "second" for number in (0, 1)}
-                boss.post(LIST, sent(asked, **titles, _save="Save"))
-            elif what == "delete":
-                token = sign_version(article)
-                boss.post(f"{one}delete/?{urlencode({TOKEN: token})}", {"post": "yes"})
-            else:
-                url = address.get(what, f"{one}{what}/")
-                boss.post(url, sent(asked, title="second"))
-    finally:
-        signal.disconnect(fail, sender=Article)
+    with received(fail, Article, signal), pytest.raises(StaleVersion):
+        if what == "list":
+            titles = {f"form-{number}-title": "second" for number in (0, 1)}
+            boss.post(LIST, sent(asked, **titles, _save="Save"))
+        elif what == "delete":
+            token = sign_version(article)
+            boss.post(f"{one}delete/?{urlencode({TOKEN: token})}", {"post": "yes"})
+        else:
+            url = address.get(what, f"{one}{what}/")
+            boss.post(url, sent(asked, title="second"))
     titles = {"add": ["first", "second"], "change": ["second"], "delete": []}
     found = sorted(Article.objects.values_list("title", flat=True))
     assert found == titles.get(what, ["second"] * 2)
