@@ -286,13 +286,13 @@ def test_a_shared_hold_from_the_queue_works_like_any_other(in_queue, threads, is
             hold.check()
 
     with db_lock("stock:7") as before, db_lock("stock:8"):
-        threads(partial(share, db_rwlock("stock:7", ttl=4.0).read()))
-        threads(partial(share, db_semaphore("stock:8", permits=1, ttl=4.0)))
+        threads(partial(share, db_rwlock("stock:7", ttl=2.0).read()))
+        threads(partial(share, db_semaphore("stock:8", permits=1, ttl=2.0)))
         in_queue(1)
         in_queue(1, "stock:8")
     ready.wait(30)
     # This is longer than the short lease from the queue, and longer than the ttl.
-    time.sleep(4.5)
+    time.sleep(2.6)
     for key, hold in holds.items():
         assert hold.token > before.token
         hold.check()

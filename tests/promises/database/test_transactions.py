@@ -435,21 +435,22 @@ def test_a_lease_in_a_transaction_starts_when_it_is_acquired(using):
 
 @SERVERS
 @FAMILY
-def test_a_lease_in_a_transaction_is_released_after_the_commit(using, is_busy):
+@for_each("keys", [("stock:7",), ("stock:7", "stock:8")])
+def test_a_lease_in_a_transaction_is_released_after_the_commit(using, keys, is_busy):
+    """The same thread can enter it again until then."""
+    lock = db_lock(*keys, using=using, scope="lease", timeout=0)
     with transaction.atomic():
-        with db_lock("stock:7", using=using, scope="lease") as hold:
+        with lock as hold:
             assert hold.scope == "lease"
             assert is_busy(using=using)
-            with db_lock("stock:7", using=using, scope="lease") as inner:
-                assert inner is hold
-        assert is_busy(using=using)
+            with lock as inner:
+                assert inner.tokens == hold.tokens
+        assert all(is_busy(key, using) for key in keys)
         assert hold.held
-        # The same thread can enter it again until then.
-        with db_lock("stock:7", using=using, scope="lease") as again:
-            assert again is hold
-            assert again.count == 1
+        with lock as again:
+            assert (again.tokens, again.count) == (hold.tokens, 1)
         assert is_busy(using=using)
-    assert not is_busy(using=using)
+    assert not any(is_busy(key, using) for key in keys)
     assert not hold.held
 
 
@@ -543,12 +544,14 @@ def test_a_lease_survives_the_rollback_of_its_transaction(is_busy):
 
 
 @pytest.mark.engine("sqlite")
-def test_on_sqlite_a_lease_inside_a_transaction_is_refused():
-    with (
-        transaction.atomic(),
-        pytest.raises(RuntimeError, match="SQLite has one writer"),
-    ):
-        db_lock("stock:7", scope="lease").acquire()
+@FAMILY
+def test_on_sqlite_a_lease_inside_a_transaction_is_refused(using):
+    for keys in ("stock:7",), ("stock:7", "stock:8"):
+        with (
+            transaction.atomic(),
+            pytest.raises(RuntimeError, match="SQLite has one writer"),
+        ):
+            db_lock(*keys, using=using, scope="lease").acquire()
 
 
 @pytest.mark.engine("sqlite")

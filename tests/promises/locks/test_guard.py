@@ -69,7 +69,7 @@ def test_a_holder_paused_past_its_ttl_commits_no_guarded_write(case, doomed, row
 
 @SERVERS
 def test_a_process_paused_in_a_guard_keeps_the_key(doomed, row):
-    policy = {"guard": True, "stop_inside": True, "ttl": 2.0}
+    policy = {"guard": True, "stop_inside": True, "ttl": 1.2}
     paused = {key: doomed() for key in ("default", "optimistic", "insert")}
     for key, worker in paused.items():
         Counter.objects.create(name=key, value=7)
@@ -77,7 +77,8 @@ def test_a_process_paused_in_a_guard_keeps_the_key(doomed, row):
         worker.hear()
         assert worker.hear() == "inside"
         worker.stop()
-    time.sleep(3)
+    # For longer than the ttl and the grace.
+    time.sleep(2)
     for key, worker in paused.items():
         assert db_lock(key, using=key).try_acquire() is None
         assert Counter.objects.get(name=key).value == 7
@@ -106,9 +107,7 @@ def test_a_hold_is_not_lost_in_a_guard_longer_than_its_ttl(row, using, until):
                 assert again.token == hold.token
                 Counter.objects.update(value=3)
         hold.check()
-        hold.check()
-        time.sleep(1.8)
-        hold.check()
+        await_renewal(hold)
     assert row() == 3
     assert lost == []
 
@@ -374,12 +373,12 @@ def test_two_statements_more_than_the_transaction_itself(
 
 @SERVERS
 @for_each("level", ["READ COMMITTED", "REPEATABLE READ"])
-def test_a_second_alias_of_the_same_database_can_be_guarded(row, worker, level):
+def test_a_second_alias_of_the_same_database_can_be_guarded(row, worker, level, until):
     row(7)
-    worker.start(jobs.write_by_second_alias, "stock", level=level, ttl=1.5)
+    worker.start(jobs.write_by_second_alias, "stock", level=level, ttl=1.0)
     assert worker.hear() == "inside"
-    # This is longer than its ttl and the grace together.
-    time.sleep(2.5)
+    # The ttl and the grace have passed.
+    until(lambda: row_of("stock").seconds_left < -0.5)
     assert db_lock("stock").try_acquire() is None
     worker.tell()
     another, of_a_transaction = worker.hear()

@@ -26,7 +26,7 @@ pytestmark = [
 ]
 
 # Seconds for which a lease lasts without a renewal.
-TTL = 2.0
+TTL = 1.5
 BRISK = {"ttl": TTL}
 
 

@@ -15,17 +15,23 @@ pytestmark = [pytest.mark.holds, pytest.mark.django_db(transaction=True)]
 
 @EVERY
 @sync_and_async
+@pytest.mark.parametrize("keys", [["b"], ["a", "b", "c"]], ids=["a key", "three"])
 async def test_a_try_that_waits_returns_none_after_its_timeout(
-    do, using, in_other_thread
+    do, using, keys, in_other_thread, is_busy
 ):
-    """It leaves no claim. The timeout of the lock does not matter."""
-    other = await do.sync(in_other_thread, db_lock("stock:7", using=using).acquire)
+    """It leaves no claim and no key. The timeout of the lock does not matter."""
+    other = await do.sync(in_other_thread, db_lock("b", using=using).acquire)
+    lock = db_lock(*keys, using=using, timeout=60)
     for timeout in (0, 0.2, timedelta(seconds=0.2)):
-        lock = db_lock("stock:7", using=using, timeout=60)
         assert await do.ask(lock, "try_acquire", timeout=timeout) is None
         assert await do.sync(LockClaim.objects.count) == 0
     assert await do.ask(lock, "try_acquire") is None
+    for key in "ac":
+        assert not await do.sync(is_busy, key, using)
     await do.ask(other, "release")
+    hold = await do.ask(lock, "try_acquire", timeout=0.2)
+    assert hold.keys == tuple(keys)
+    await do.ask(hold, "release")
 
 
 @EVERY
@@ -48,22 +54,6 @@ async def test_a_try_acquires_a_key_that_is_released_in_time(
         await do.sync(releasing.join, 30)
         await do.ask(lock, "release")
         assert not hold.held
-
-
-@EVERY
-@sync_and_async
-async def test_a_try_of_several_keys_acquires_all_or_none(
-    do, using, in_other_thread, is_busy
-):
-    lock = db_lock("a", "b", "c", using=using)
-    other = await do.sync(in_other_thread, db_lock("b", using=using).acquire)
-    assert await do.ask(lock, "try_acquire", timeout=0.2) is None
-    for key in "ac":
-        assert not await do.sync(is_busy, key, using)
-    await do.ask(other, "release")
-    hold = await do.ask(lock, "try_acquire", timeout=0.2)
-    assert hold.keys == ("a", "b", "c")
-    await do.ask(hold, "release")
 
 
 @pytest.mark.front
