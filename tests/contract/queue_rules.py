@@ -190,10 +190,7 @@ class QueueRules(ContractCase):
         self.granted(share)
 
     def test_a_shared_hold_is_renewed_and_released_like_any(self) -> None:
-        """A shared hold follows the rules of an exclusive one.
-
-        Its claim can be repeated, only its owner changes it, and it ends after its ttl.
-        """
+        """Its claim can be repeated, and it ends after its ttl."""
         self.needs("supports_sharing")
         share, stranger = self.shared(), self.shared()
         token = self.granted(share).token

@@ -40,10 +40,7 @@ def run_plan():
 @pytest.mark.once
 @pytest.mark.engine("sqlite", "postgresql", "mysql")
 def test_the_promises_hold_while_holders_are_stopped_and_killed(run_plan):
-    """Six processes use four keys.
-
-    They use leases, transactions, read and write locks, and permits.
-    """
+    """Six processes use four keys in all ways."""
     sessions = {} if ENGINE == "sqlite" else {"sessions": 1.0, "crash": 0.2}
     faults = PROCESSES | sessions
     seconds = volume(8)
@@ -68,10 +65,7 @@ def test_every_deadlock_is_reported_and_nothing_else(run_plan):
 @pytest.mark.once
 @pytest.mark.engine("postgresql", "mariadb")
 def test_the_promises_hold_while_a_network_is_cut(run_plan):
-    """Three of six processes are in a network of their own.
-
-    Messages to this network, from it, or in both directions are lost.
-    """
+    """Three of six processes are in a network of their own."""
     if os.geteuid() != 0:
         pytest.skip("Network namespaces take root.")
     report = run_plan(seed=21, pause=0.3, **NETWORK)
@@ -84,10 +78,7 @@ def test_the_promises_hold_while_a_network_is_cut(run_plan):
 @pytest.mark.engine("postgresql")
 @pytest.mark.timeout(400)
 def test_the_nemesis_finds_seeded_bugs(run_plan):
-    """It finds violations without any lock, and with a bug of each other kind.
-
-    The other nemesis tests depend on this.
-    """
+    """The other tests depend on this. One plan has no lock at all."""
     found = set()
     for seed in range(3, 8):
         plan = {"seconds": 8, "seed": seed, "locked": False, "oddities": False}

@@ -48,10 +48,7 @@ print(json.dumps([
 
 
 def test_a_lock_that_does_not_exclude_is_detected(tmp_path):
-    """A lock that excludes loses no update. Each waiter has its own count.
-
-    A failing contender is reported, and the run goes on.
-    """
+    """A failing contender is reported, and the run goes on."""
     done = run_python("-c", MEASURE, f"{tmp_path}/", warnings="ignore")
     none, file, failing = json.loads(done.stdout)
     assert none["lost_updates"] > 0

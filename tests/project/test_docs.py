@@ -197,10 +197,7 @@ def test_the_readmes_have_the_same_figures_and_links():
 
 
 def test_the_documentation_has_at_most_22_000_words():
-    """A person can read it. The README has at most 1,100 words.
-
-    Links are pages about the project: its figures, changes, and how to take part.
-    """
+    """The README has at most 1,100. Links are pages about the project."""
     read = {path for path in pages.DOCS.rglob("*.md") if not path.is_symlink()}
     read.remove(pages.DOCS / "tutorial.zh-CN.md")
     for paths, limit in ((read, 22_000), ([ROOT / "README.md"], 1_100)):

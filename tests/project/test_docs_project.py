@@ -52,10 +52,7 @@ class Sale(models.Model):
 @pytest.mark.engine("sqlite")
 @pytest.mark.once
 def test_the_examples_of_a_page_run_in_a_project(tmp_path):
-    """A reader can copy each block of each page, one after the other.
-
-    The project has an app ``shop``, as readers have it. tests/reader.py is the reader.
-    """
+    """A reader can copy each block of each page. tests/reader.py is the reader."""
     (tmp_path / "settings.py").write_text(SETTINGS)
     (tmp_path / "shop").mkdir()
     (tmp_path / "shop" / "__init__.py").write_text("urlpatterns = []\n")

@@ -74,10 +74,7 @@ def test_the_shop_sells_no_more_than_its_stock(transactional_db):
 def test_under_a_lock_no_other_buyer_interferes(
     transactional_db, meanwhile, in_other_thread
 ):
-    """Without a lock, the last item is sold twice.
-
-    The shop has its own keys, so the documentation's examples do not disturb its sales.
-    """
+    """Without one, the last item is sold twice. The shop has keys of its own."""
     for lock in ALIASES:
         last = Product.objects.create(name=f"Biscuit, {lock}", stock=1)
 
@@ -163,10 +160,7 @@ def test_the_shop_lists_its_products(transactional_db, client):
 
 
 def test_the_admin_adds_pieces_under_a_lock(product, admin_client, in_other_thread):
-    """A busy product is left unchanged, and a message names the holder.
-
-    A conflict of two people is shown.
-    """
+    """A busy product is left unchanged. A conflict of two people is shown."""
     data = {"action": "restock", "_selected_action": [product.pk]}
     admin_client.post("/admin/shop/product/", data)
     product.refresh_from_db()

@@ -30,10 +30,7 @@ def test_each_mistake_is_still_a_change_of_the_code():
 
 
 def test_each_promise_is_broken_by_four_mistakes():
-    """Each of the promises of docs/safety.md has tests that notice when it breaks.
-
-    A mistake that breaks none of them names the page of the feature that it breaks.
-    """
+    """A mistake that breaks none names the page of the feature that it breaks."""
     docs = mutations.ROOT / "docs"
     promised = (docs / "safety.md").read_text().partition("\n## What is not")[0]
     numbers = {

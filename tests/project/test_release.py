@@ -97,10 +97,7 @@ def stated_versions(text):
 
 
 def test_the_versions_of_databases_are_the_same_everywhere():
-    """The READMEs, the page on backends, the newest servers and those for trials agree.
-
-    The packages of a distribution's servers name no version.
-    """
+    """The packages of a distribution's servers name no version."""
     stated = stated_versions((ROOT / "README.md").read_text())
     assert stated == stated_versions((ROOT / "README.zh-CN.md").read_text())
     databases = {

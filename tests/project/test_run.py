@@ -96,10 +96,7 @@ def suite(tmp_path, monkeypatch):
 
 
 def test_the_summary_says_what_was_skipped_and_what_ran_again(suite, capfd):
-    """It counts skipped tests by reason, and names each test that was too late.
-
-    Failures come last.
-    """
+    """Failures come last."""
     suite("test_it.py", SUITE)
     suite("test_wrong.py", WRONG)
     runs = {

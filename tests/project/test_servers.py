@@ -25,10 +25,7 @@ def connect(port, password):
 
 
 def test_servers_refuse_connections_without_the_password(monkeypatch):
-    """A user without the password cannot connect to a server, nor to its pooler.
-
-    The account of the tests may run programs and write files as that of the server.
-    """
+    """The account of the tests may run programs as that of the server."""
     ports = [PORT]
     with contextlib.ExitStack() as stack:
         if ENGINE == "postgresql":

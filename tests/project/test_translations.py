@@ -49,10 +49,7 @@ def marked():
 
 @pytest.mark.django_db
 def test_each_text_is_translated():
-    """A translation has the placeholders of its text, and is the compiled one.
-
-    Otherwise a page would fail, or leave out a number.
-    """
+    """With its placeholders. Otherwise a page would fail, or leave out a number."""
     assert len(marked()) > 200
     assert {("Force release", None), ("lock", None)} < marked()
     assert any(plural for _, plural in marked())

@@ -212,10 +212,7 @@ def test_a_paused_guard_cannot_commit_after_a_takeover_on_a_node(cluster, three)
 def test_the_next_holder_on_a_lagging_node_sees_earlier_commits(
     cluster, three, process
 ):
-    """Reads from another node than that of the lock need ``wsrep_sync_wait``.
-
-    Such reads occur where a balancer spreads connections over nodes.
-    """
+    """Reads from another node than the lock's need ``wsrep_sync_wait``."""
     first, second, third = three
     plain = process(cluster[0], other=cluster[1])
     patient = process(

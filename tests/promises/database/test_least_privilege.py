@@ -108,10 +108,7 @@ def test_the_application_rights_are_sufficient(process):
 
 
 def test_the_application_rights_are_minimal(process):
-    """Without one of its rights, some operation raises ``LockBackendError``.
-
-    The failure is never reported as a busy key.
-    """
+    """A missing right is never reported as a busy key."""
     unneeded = []
     for role, alias in ((APPLICATION, "default"), (INSERTING, "insert")):
         for table in TABLES[:2]:

@@ -48,10 +48,7 @@ def strict_server(django_db_setup):
 
 
 def test_busy_keys_roll_nothing_back_with_rollback_on_timeout(strict_server):
-    """A lock in a transaction never waits for a row.
-
-    The transaction continues, and its writes are committed.
-    """
+    """A lock in a transaction never waits for a row. Other writes are committed."""
     worker, other = strict_server
     for using in ROWS:
         leased, locked = f"leased {using}", f"locked {using}"
@@ -67,10 +64,7 @@ def test_busy_keys_roll_nothing_back_with_rollback_on_timeout(strict_server):
 
 
 def test_a_hold_is_lost_with_its_transaction_after_a_timeout(strict_server):
-    """A statement of the caller times out while it waits for a row.
-
-    The server rolls back the whole transaction.
-    """
+    """A statement of the caller times out, and the server rolls back all of it."""
     worker, other = strict_server
     for using in ROWS:
         mine, locked = f"mine {using}", f"row {using}"

@@ -42,10 +42,7 @@ def test_a_process_on_this_host_is_notified_at_once(workers, in_queue):
 
 @pytest.mark.engine("mariadb", "sqlite")
 def test_another_host_is_served_within_a_poll(workers, in_queue):
-    """These databases cannot notify it, so it polls.
-
-    After the first turns, no handover takes long.
-    """
+    """These databases cannot notify it. Only the first turns may take long."""
     _, far = workers(2)
     waits = [hand_over(far, in_queue) for _ in range(8)]
     in_time(max(waits), 1.0)
@@ -68,10 +65,7 @@ def test_a_local_message_to_a_dead_process_is_harmless(doomed, in_queue):
 async def test_waiters_of_a_process_are_each_notified_locally(
     workers, threads, in_queue, monkeypatch
 ):
-    """Two threads and two tasks of one process wait for four keys.
-
-    Then they do without ``select.poll()``, which Windows and Eventlet lack.
-    """
+    """At last without ``select.poll()``, which Windows and Eventlet lack."""
     (giver,), keys = workers(1), [f"stock:{number}" for number in range(4)]
 
     def wait(key):
@@ -108,10 +102,7 @@ async def test_waiters_of_a_process_are_each_notified_locally(
 
 
 def test_local_processes_hardly_poll(doomed):
-    """Four processes take many turns each, while three wait at any time.
-
-    A notification only says that it is time to poll.
-    """
+    """A notification only says that it is time to poll."""
     crowd, turns = [doomed() for _ in range(4)], volume(15)
     for worker in crowd:
         worker.start(jobs.take_turns, "stock:7", times=turns)

@@ -105,10 +105,7 @@ def test_a_dead_holders_key_is_taken_over_after_ttl_and_grace(doomed, threads, u
 
 @pytest.mark.driver
 def test_a_holder_expired_by_the_clock_still_excludes(doomed, threads):
-    """A living holder, or reader, keeps its key whatever the database's clock does.
-
-    Its process stops for half of its ttl, so no renewal corrects the ends at once.
-    """
+    """Its process stops for half of its ttl, so no renewal corrects the ends soon."""
     holder = doomed()
     for using, _ in POLICIES:
         assert holder.call(jobs.acquire, using, using=using)

@@ -112,10 +112,7 @@ def test_only_an_unfair_claim_passes_the_queue(doomed, in_queue, in_other_thread
 
 
 def test_a_release_keeps_the_queue_of_another_process(doomed, in_queue):
-    """The releasing process has never waited for the key, and knows of no queue.
-
-    The first waiter cannot acquire the free key yet, as its process is stopped.
-    """
+    """The releasing process knows of no queue, and that of the waiter is stopped."""
     waiter = doomed()
     for using in FAMILY:
         lock = db_lock("stock:7", using=using)

@@ -135,10 +135,7 @@ class Crowd:
 
 @TWO_SERVERS
 def test_a_killed_process_delays_others_only_by_its_lease(doomed, tmp_path):
-    """The victim is the holder, the first waiter, one in the middle, or any other.
-
-    A new process takes its place.
-    """
+    """It is the holder, the first waiter, or any other. A new one takes its place."""
     crowd = Crowd(doomed, tmp_path)
     for who in ("holder", "head", "middle") * volume(1):
         waiting, holder = crowd.in_full()

@@ -54,10 +54,7 @@ def test_a_claim_that_times_out_leaves_the_queue(in_other_thread):
 def test_a_claim_that_is_granted_while_it_queues_leaves_the_queue(
     case, stops, threads, workers
 ):
-    """Its turn comes before its thread knows that the claim is in the queue.
-
-    The row may be locked by others while the caller queues or acquires.
-    """
+    """Others may lock the row while the caller queues or acquires."""
     (scope, locked), (other, holder) = case, workers(2)
     queued = []
 
@@ -228,11 +225,7 @@ def test_a_timeout_behind_a_transaction_is_not_granted_later(worker):
 def test_a_transaction_that_writes_may_hold_any_key_on_sqlite(
     using, in_other_thread, threads
 ):
-    """An attempt finds the key busy, and a wait lasts until the transaction ends.
-
-    Other callers cannot see which keys the transaction has acquired. The key need not
-    exist yet.
-    """
+    """Others cannot see which keys it has acquired, nor whether they exist."""
     began, wrote, acquired = threading.Event(), threading.Event(), []
     lock = db_lock(using, using=using)
 

@@ -28,10 +28,7 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 @pytest.mark.engine("mariadb")
 def test_every_kind_of_lock_works_with_sql_safe_updates(doomed):
-    """A server with ``sql_safe_updates`` refuses writes that use no key.
-
-    It decides by its own view of a statement, and reports error 1175.
-    """
+    """The server refuses writes that use no key by its own view of a statement."""
     option = {"init_command": "SET SESSION sql_safe_updates = 1"}
     worker = doomed(DLOCKS_TEST_OPTIONS=json.dumps(option))
     for using in ROWS:
@@ -67,10 +64,7 @@ def make_read_only():
 
 @pytest.mark.engine("postgresql", "mariadb")
 def test_a_session_that_became_read_only_is_replaced():
-    """A lock reconnects after a failover, as it does with a dead connection.
-
-    It does so to acquire, to renew and to release, whatever the kind of lock.
-    """
+    """A lock reconnects after a failover to acquire, to renew and to release."""
 
     def replaced(work):
         before = make_read_only()
@@ -128,10 +122,7 @@ def test_a_read_only_file_is_reported_with_advice():
 
 @pytest.mark.engine("postgresql")
 def test_the_isolation_level_of_the_server_is_checked():
-    """``manage.py check --database`` reads ``default_transaction_isolation``.
-
-    It finds PostgreSQL's setting wherever it is set.
-    """
+    """The check finds PostgreSQL's setting wherever it is set."""
     try:
         for level, expected in (
             ("read committed", []),
@@ -267,10 +258,7 @@ def ask_for_a_key_that_cannot_be_stored(pipe, key):
 
 @pytest.mark.engine("postgresql", "mariadb")
 def test_a_thread_may_have_any_name_in_any_database(in_database):
-    """A thread whose name the database cannot store acquires every kind of lock.
-
-    It can wait for a lock too. Its name is shown with escapes.
-    """
+    """It can wait for a lock too. Its name is shown with escapes."""
     for charset, letters in CHARSETS.items():
         assert in_database(names_of_holders, charset) == {SHOWN[letters]}, charset
 
@@ -278,11 +266,7 @@ def test_a_thread_may_have_any_name_in_any_database(in_database):
 @pytest.mark.engine("mariadb")
 @for_each("charset", {"utf8mb3": RUSSIAN, "latin1": NONE}.items())
 def test_a_connection_may_have_any_charset(charset, over_connection):
-    """Every kind of lock works with any ``OPTIONS["charset"]``.
-
-    This option limits the characters that can be sent. A holder's name is shown with
-    escapes.
-    """
+    """It limits the characters that can be sent. Names are shown with escapes."""
     name, letters = charset
     HoldRecord.objects.all().delete()
     assert over_connection(names_of_holders, name) == {SHOWN[letters]}
@@ -290,10 +274,7 @@ def test_a_connection_may_have_any_charset(charset, over_connection):
 
 @pytest.mark.engine("postgresql", "mariadb", "mysql")
 def test_a_key_that_cannot_be_stored_is_refused(in_database, over_connection):
-    """A key that cannot be stored is refused, and never altered.
-
-    The error says what to do, and the caller's transaction goes on.
-    """
+    """It is never altered. The error says what to do. The transaction goes on."""
     key, ask = "склад:🔒", ask_for_a_key_that_cannot_be_stored
     refused, logged = (
         in_database(ask, "LATIN1", key)
@@ -322,10 +303,7 @@ def keys_of_the_tables(pipe, key):
 
 @pytest.mark.engine("mariadb", "mysql")
 def test_a_server_with_compact_rows_stores_the_longest_keys(in_database):
-    """The migration states the row format, whose indexes have room for them.
-
-    The default of such a server limits a column in an index to 767 bytes.
-    """
+    """The migration states the row format, whose indexes have room for them."""
     key, printed = "🔒" * 255, StringIO()
     with connection.cursor() as cursor:
         cursor.execute("SELECT @@GLOBAL.innodb_default_row_format")

@@ -122,10 +122,7 @@ def test_tools_see_every_statement(monkeypatch):
 
 
 def test_a_statement_is_refused_where_django_refuses_it(django_db_blocker, monkeypatch):
-    """A test without a database, and a coroutine, cannot use a lock.
-
-    A query in ``AppConfig.ready()`` warns.
-    """
+    """Without a database, in a coroutine, and with a warning while apps start."""
     use()
     backend = PessimisticBackend("default")
     rows = list(ResourceLock.objects.values_list())

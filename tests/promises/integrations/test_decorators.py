@@ -67,10 +67,7 @@ def report(region, day="today", *rest, **options):
 
 
 def test_the_key_is_built_from_the_bound_arguments():
-    """Only None itself is refused, not a saved object or the text "None".
-
-    In a with-block, the key is used literally.
-    """
+    """Only None itself is refused. In a with-block, the key is used literally."""
     ids = SimpleNamespace(pk=7)
     for template, args, kwargs, key in (
         ("report:{region}", ("north",), {}, "report:north"),
@@ -159,10 +156,7 @@ def test_calls_with_ambiguous_keys_are_refused_before_locking():
 
 
 def test_a_field_without_a_name_is_refused_before_locking():
-    """Its text is an address in memory, or depends on rows that were read.
-
-    A saved object, a class and a user's text are names.
-    """
+    """Its text is an address in memory, or depends on rows that were read."""
 
     class Plain:
         pass
@@ -205,10 +199,7 @@ def test_a_field_without_a_name_is_refused_before_locking():
 
 
 async def test_a_field_that_is_none_is_refused_before_locking():
-    """A field that is None or an unsaved object is refused before locking.
-
-    This applies to functions, coroutines, views, jobs and commands.
-    """
+    """So is an unsaved object, in functions, coroutines, views, jobs and commands."""
 
     def work(order, request=None):
         raise AssertionError
@@ -257,10 +248,7 @@ def test_a_call_with_wrong_arguments_locks_nothing():
 
 
 def test_the_lock_is_held_while_the_function_runs_and_not_after(is_busy):
-    """An error of the function, a timeout inside it, and a lost lock are raised.
-
-    The function may be recursive.
-    """
+    """Errors, timeouts inside and a loss are raised. It may be recursive."""
 
     @db_lock("stock:{sku}", timeout=0, busy="skip")
     def sell(sku, then=lambda: None):
@@ -488,10 +476,7 @@ def test_a_busy_view_responds_in_the_preferred_type():
 
 
 def test_a_project_may_replace_the_busy_page(settings, tmp_path):
-    """``dlocks/busy.html`` in a project's templates replaces the page.
-
-    Without templates the response is plain text.
-    """
+    """By ``dlocks/busy.html``. Without templates the response is plain text."""
     page = tmp_path / "dlocks/busy.html"
     page.parent.mkdir()
     page.write_text("<p>{{ request.path }}: {{ text }}</p>")
@@ -505,10 +490,7 @@ def test_a_project_may_replace_the_busy_page(settings, tmp_path):
 
 
 def test_a_busy_view_responds_if_the_remaining_time_is_unknown(settings, monkeypatch):
-    """The remaining time is unknown if another process holds a session lock.
-
-    Such a lock ends with its session.
-    """
+    """As that of a session lock is, which ends with its session."""
     settings.DLOCKS = {"default": REPORTING}
     monkeypatch.setattr(Reporting, "known", {"remaining": math.inf})
     view = locked_view("order:{pk}")(lambda request, pk: None)

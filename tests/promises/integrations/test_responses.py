@@ -164,10 +164,7 @@ urlpatterns = [
 @pytest.mark.usefixtures("memory_locks")
 class TestTemplates:
     def test_a_lock_is_held_until_the_template_is_rendered(self, is_busy):
-        """The template is rendered under the view's lock.
-
-        The lock is free once the response is complete. A busy view answers at once.
-        """
+        """It is free once the response is complete. A busy view answers at once."""
         for page in ("class", "method", "function", "async", "async-class"):
             seen.clear()
             assert Client().get(f"/{page}/").content == b"template"
@@ -180,10 +177,7 @@ class TestTemplates:
             assert Client().get("/class/").status_code == 409
 
     async def test_an_async_client_gets_a_template_rendered_under_the_lock(self):
-        """An async handler renders in another thread, but still under the lock.
-
-        A test may call an async view and render its response itself.
-        """
+        """It is rendered in another thread, or by the test itself."""
         for page in ("class", "function", "async", "async-class"):
             seen.clear()
             response = await AsyncClient().get(f"/{page}/")
@@ -196,10 +190,7 @@ class TestTemplates:
         assert not await db_lock(KEY).alocked()
 
     def test_a_lock_lost_before_rendering_is_an_error(self, is_busy):
-        """LockLost is raised at the end of rendering, as at the end of a block.
-
-        The error of a template that fails is raised, and the key is free.
-        """
+        """It is raised at the end. The key of a template that fails is free."""
         response = fails(REQUEST)
         assert is_busy(KEY)
         with pytest.raises(ZeroDivisionError):
@@ -244,10 +235,7 @@ class TestTemplates:
     def test_a_response_that_is_never_sent_frees_the_key(
         self, view, is_busy, frozen_lock_clock
     ):
-        """A middleware that sends another response does not leave the key held.
-
-        Nor does a response that is closed, plain, or rendered by the view itself.
-        """
+        """So does one that is closed, plain, or rendered by the view itself."""
         response = view(REQUEST)
         assert is_busy(KEY)
         del response
@@ -272,10 +260,7 @@ class TestTemplates:
 @pytest.mark.usefixtures("memory_locks")
 class TestStreams:
     def test_a_lock_is_held_until_the_stream_is_closed(self, is_busy):
-        """Each part of a stream is produced under the view's lock.
-
-        The lock is free when the response is closed.
-        """
+        """Each part of the stream is produced under it."""
         response = Client().get("/stream/")
         assert is_busy(KEY)
         assert b"".join(response.streaming_content) == b"onetwo"
@@ -305,10 +290,7 @@ class TestStreams:
         assert not await db_lock(KEY).alocked()
 
     async def test_a_client_that_disconnects_frees_the_key(self):
-        """An ASGI server cancels the stream of a client that has disconnected.
-
-        The key is free afterwards.
-        """
+        """An ASGI server cancels the stream then."""
         scope = {"type": "http", "method": "GET", "path": "/endless-stream/"}
         scope |= {"headers": [], "query_string": b""}
         communicator = ApplicationCommunicator(get_asgi_application(), scope)
@@ -324,10 +306,7 @@ class TestStreams:
     def test_a_slow_client_of_an_async_view_keeps_the_lock(
         self, is_busy, frozen_lock_clock
     ):
-        """Under WSGI the event loop of the view is closed while the stream is sent.
-
-        The lease is renewed until the stream has ended, however slow the client is.
-        """
+        """Under WSGI its event loop is closed while the stream is sent."""
         response = Client().get("/async-view-of-stream/")
         for _ in range(5):
             # Half of the ttl.
@@ -340,10 +319,7 @@ class TestStreams:
     def test_a_stream_that_has_ended_renews_no_forgotten_hold(
         self, until, is_busy, frozen_lock_clock
     ):
-        """A thread ends without the release of a lock that its stream has used too.
-
-        The key is released, as after a thread without a stream.
-        """
+        """A thread ends without the release of a lock that its stream has used too."""
 
         def forget():
             db_lock(KEY).acquire()
@@ -381,10 +357,7 @@ class TestStreams:
 @pytest.mark.django_db(transaction=True)
 class TestOnTheDatabase:
     def test_a_transaction_keeps_its_lock_only_until_its_end(self, is_busy):
-        """With ATOMIC_REQUESTS, the commit releases the lock.
-
-        Django renders the template after the commit.
-        """
+        """With ATOMIC_REQUESTS, Django renders the template after the commit."""
         with transaction.atomic():
             response = template(REQUEST)
             if connection.vendor != "sqlite":

@@ -44,10 +44,7 @@ def dlocks(
 @override_settings()
 @pytest.mark.django_db(transaction=True)
 def test_without_settings_the_default_database_is_used(in_other_thread):
-    """To change a timeout, a project need not name the backend.
-
-    The settings provide defaults for locks.
-    """
+    """To change a timeout, a project need not name the backend."""
 
     def check(ttl, using="default", message=None):
         with db_lock("stock:7", using=using) as hold:
@@ -141,10 +138,7 @@ def test_correct_settings_pass_the_checks():
 
 
 def test_a_missing_app_is_reported_with_a_hint(tmp_path):
-    """The first use of a lock and the check both say what to do.
-
-    The project runs in a process of its own.
-    """
+    """By the first use of a lock and by the check, in a project of its own."""
     with modify_settings(INSTALLED_APPS={"remove": "dlocks"}):
         assert "dlocks.E001" in ids(check_settings())
     (tmp_path / "shop_urls.py").write_text("urlpatterns = []\n")
@@ -291,10 +285,7 @@ def test_the_check_finds_other_engines_and_isolation_levels():
 @pytest.mark.engine("mariadb", "mysql")
 @pytest.mark.django_db(transaction=True)
 def test_a_collation_that_confuses_keys_is_an_error_with_a_fix():
-    """The check names a column that does not compare keys byte for byte.
-
-    The SQL of its hint repairs the column.
-    """
+    """The SQL of the hint lets the column compare keys byte for byte."""
     with connection.cursor() as cursor:
         for table, column, kind in (
             ("dlocks_resourcelock", "key_resource", "varchar(255)"),
@@ -350,10 +341,7 @@ def test_row_security_on_the_tables_causes_a_warning(table):
 @pytest.mark.django_db(transaction=True)
 @for_each("model", [LockClaim, HoldRecord])
 def test_missing_tables_cause_a_warning(model, monkeypatch):
-    """The check says what to run if a table is missing.
-
-    This is the case before the first ``migrate`` and after an upgrade.
-    """
+    """It says what to run, before the first ``migrate`` and after an upgrade."""
     table = {LockClaim: "dlocks_lockclaim", HoldRecord: "dlocks_holdrecord"}[model]
 
     def check(said):

@@ -13,10 +13,7 @@ pytestmark = pytest.mark.front
 
 
 def test_a_user_key_is_readable():
-    """An id is a number in the row and a string in the address.
-
-    Both have the same key.
-    """
+    """An id has one key, as a number in the row and as a string in the address."""
     assert user_key("export", 7, "monthly report") == "export:7:monthly%20report"
     uuid = "00000000-0000-0000-0000-000000000007"
     assert user_key("export", UUID(int=7)) == f"export:{uuid}"
@@ -24,10 +21,7 @@ def test_a_user_key_is_readable():
 
 
 def test_user_input_cannot_leave_the_namespace():
-    """Every key begins with the namespace and a colon.
-
-    User input adds no other colon, and cannot be the short form of a long key.
-    """
+    """It adds no colon, and cannot be the short form of a long key."""
     key = user_key("export", "x:../../admin:7\r\n\0")
     assert key.startswith("export:x%3A..%2F..%2Fadmin%3A7%0D%0A%00")
     long = user_key("n", "x" * 1000)

@@ -399,11 +399,7 @@ def wait_in_nested_async_code(using):
     ],
 )
 async def test_sync_code_waiting_in_djangos_thread_blocks_no_task(case):
-    """The holder checks, acquires another key and releases.
-
-    Meanwhile Django's thread waits for the key of this holder. Its transaction began
-    after the task's work, so the release does not await it.
-    """
+    """The holder checks, acquires another key and releases meanwhile."""
     using, waiter = case
     async with asyncio.timeout(20):
         async with db_lock("stock:7", using=using) as hold:

@@ -204,10 +204,7 @@ class TestOptions:
     )
     @example(one=("dlocks.backends.quorum.QuorumBackend", "of"), value=[["member"]])
     def test_a_wrong_backend_option_is_named(self, one, value):
-        """Any value of one option is accepted, or refused with alias and name.
-
-        The check and the lock agree.
-        """
+        """The check and the lock agree."""
         path, name = one
         wrong = refusals(path, NEEDED[path] | {name: value}) - refusals(
             path, NEEDED[path]

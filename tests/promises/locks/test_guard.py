@@ -92,10 +92,7 @@ def test_a_process_paused_in_a_guard_keeps_the_key(doomed, row):
 
 @FAMILY
 def test_a_hold_is_not_lost_in_a_guard_longer_than_its_ttl(row, using, until):
-    """The hold cannot be renewed meanwhile, and need not be. Later it is renewed.
-
-    No other caller can take the key over before that transaction has ended.
-    """
+    """It cannot be renewed meanwhile, and need not be. Later it is renewed."""
     lost = []
     lock = db_lock("stock", ttl=1.5, using=using, on_lost=lost.append)
     with lock as hold:
@@ -247,10 +244,7 @@ def test_a_hold_whose_row_could_not_be_locked_is_still_renewed(using, stops):
 
 @FAMILY
 def test_a_slow_callback_of_a_guarded_block_causes_no_loss(row, using):
-    """A callback before the one of the guard raises no error either.
-
-    At this moment nothing marks the transaction.
-    """
+    """Nor does one before that of the guard, when nothing marks the transaction."""
     lost = []
     with db_lock(
         "stock", using=using, ttl=1.5, renew=False, on_lost=lost.append

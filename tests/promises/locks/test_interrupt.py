@@ -160,10 +160,7 @@ def test_an_interrupt_of_a_wait_leaves_no_claim(interrupt, until):
 
 
 def test_an_interrupt_of_a_detach_leaves_nothing(stops, is_free):
-    """No process receives the text, so the key is free at once.
-
-    A signal handler may raise any error, such as a RuntimeError.
-    """
+    """No process receives the text. A handler may raise any error, as RuntimeError."""
     for case in itertools.product(("default", "memory"), WHEN, KINDS):
         using, when, kind = case
 
@@ -198,10 +195,7 @@ def test_an_interrupt_of_a_resumption_leaves_the_key_usable(interrupt, is_free):
     [("default", False, 4000), ("default", True, 150), ("memory", False, 1000)],
 )
 def test_random_signals_leave_no_key_taken(case, alarm, is_free, until, threads):
-    """Up to 4,000 acquisitions are interrupted at random moments.
-
-    No key is taken for longer than its ttl, and nothing leaks.
-    """
+    """Nor for longer than its ttl. Up to 4,000 acquisitions are interrupted."""
     using, contended, number = case
     lock = db_lock("stock:7", using=using, ttl=1, timeout=5, reentrant=False)
     with lock:
@@ -274,10 +268,7 @@ def leaves_no_claim(until):
 def test_a_signal_before_the_reply_was_read_leaves_nothing(
     using, monkeypatch, is_free, settings
 ):
-    """mysqlclient handles the signal when the reply has not been read yet.
-
-    The statement is done at this moment. It is sent directly, or by the cursor.
-    """
+    """The statement is done then. It is sent directly, or by the cursor."""
     from MySQLdb.connections import Connection
 
     lock = db_lock("stock:7", using=using)

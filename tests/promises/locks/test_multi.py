@@ -473,10 +473,7 @@ RACES = [
 
 @for_each("case", RACES)
 def test_overlapping_keys_in_any_order_never_deadlock(case, workers, tmp_path):
-    """Each key has an unguarded counter.
-
-    Each process acquires two to four keys in an order of its own.
-    """
+    """Each process acquires two to four keys in an order of its own."""
     processes, number, tenths, using, scope = case
     keys = [f"counter:{key}" for key in range(number)]
     crowd = workers(processes)

@@ -396,10 +396,7 @@ def test_an_old_snapshot_does_not_hide_a_newer_token(
 @of_snapshots
 @for_each("use", ["queryset", "instance"])
 def test_a_claim_of_a_row_that_is_not_in_the_snapshot(use, in_second_connection):
-    """At REPEATABLE READ a deleted row, which a plain read still finds, is not claimed.
-
-    A claimed row is fenced even if it was inserted later.
-    """
+    """A deleted row is not claimed. One that was inserted later is fenced."""
 
     def claim(row):
         if use == "queryset":

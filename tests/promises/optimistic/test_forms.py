@@ -762,10 +762,7 @@ def test_a_custom_form_without_a_version_is_an_error():
 @for_each("own", [False, True])
 @for_each("what", ["add", "change", "delete", "list"])
 def test_a_failing_on_commit_callback_is_not_a_conflict(boss, what, own, monkeypatch):
-    """Nothing is written twice, and no conflict is reported.
-
-    An admin may write in a way of its ``own``.
-    """
+    """Nothing is written twice, even if an admin writes in a way of its ``own``."""
     monkeypatch.undo()
     if own:
         admin_ = admin.site.get_model_admin(Article)

@@ -312,10 +312,7 @@ def test_only_also_loads_the_version(article, django_assert_num_queries):
 
 
 def test_an_instance_without_its_version_cannot_be_written(article):
-    """Reading the version later does not help.
-
-    It would belong to another state than the other values.
-    """
+    """A version that is read later would belong to another state than the values."""
     Comment.objects.create(article=article)
     Footnote.objects.create(article=article)
     related = Comment.objects.select_related("article").defer("article__version")

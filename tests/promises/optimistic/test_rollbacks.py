@@ -418,10 +418,7 @@ class InTestCase(TestCase):
 
 @pytest.mark.django_db
 def test_the_order_of_related_rows_is_written():
-    """``set_note_order()`` writes instances that it has not read.
-
-    ``bulk_update()`` of the order compares those that were read.
-    """
+    """``set_note_order()`` compares no version. ``bulk_update()`` of it does."""
     chapter = Chapter.objects.create()
     notes = [Note.objects.create(chapter=chapter) for _ in range(3)]
     keys = [note.pk for note in notes]

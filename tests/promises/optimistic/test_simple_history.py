@@ -88,10 +88,7 @@ print(len({version for _, version in written}) == 3)
 
 
 def test_a_history_records_the_version_of_each_write():
-    """So it does for a field of another name, for a fence, and for bulk writes.
-
-    It also records version 0 of a row that is older than the column.
-    """
+    """Also of a fence, of bulk writes, and of a row older than the column."""
     done = run_python("-c", CODE + WRITES)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["True"] * 5
