@@ -37,7 +37,7 @@ from dlocks import (
 )
 from dlocks.models import ResourceLock
 from dlocks.testing import abandoned, frozen_clock, held_elsewhere
-from tests import commands_for_tests, jobs, pages
+from tests import jobs, pages
 from tests.for_each import for_each
 from tests.processes import state_of, states_of
 from tests.promises.commands.running import exit_of, refused, run
@@ -375,11 +375,23 @@ def test_an_invalid_schedule_is_refused_when_decorating():
 
 def test_a_command_runs_under_a_lock_of_its_own_name():
     """A timeout inside the command is not taken for a second instance."""
-    command, key = commands_for_tests.Plain(), "command:commands_for_tests"
+
+    class Plain(SingleInstance, BaseCommand):
+        def handle(self, *args, **options):
+            self.hold.check()
+            return self.hold.key
+
+    class WithTimeout(SingleInstance, BaseCommand):
+        lock_key = "outer"
+
+        def handle(self, *args, **options):
+            db_lock("inner", timeout=0).acquire()
+
+    command, key = Plain(), "command:test_schedules"
     assert run(command) == f"{key}\n"
-    assert commands_for_tests.Plain.hold is None
+    assert Plain.hold is None
     with held_elsewhere("inner"), pytest.raises(LockTimeout, match="inner"):
-        call_command(commands_for_tests.WithTimeout())
+        call_command(WithTimeout())
     said = "already running.*held by web-2:77:MainThread"
     with held_elsewhere(key, holder="web-2:77:MainThread"):
         with pytest.raises(CommandError, match=said) as caught:
