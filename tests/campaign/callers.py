@@ -109,11 +109,6 @@ class InThread(Sync):
     async def sleep(self, ms):
         time.sleep(ms / 1000)  # noqa: ASYNC251 (no event loop runs)
 
-    async def until(self, condition, seconds):
-        deadline = time.monotonic() + seconds
-        while not condition() and time.monotonic() < deadline:
-            time.sleep(0.001)  # noqa: ASYNC251
-
     async def atomic(self, hold, body, ms):
         with hold.atomic():
             await body()
@@ -144,11 +139,6 @@ class InTask(Async):
 
     async def sleep(self, ms):
         await asyncio.sleep(ms / 1000)
-
-    async def until(self, condition, seconds):
-        deadline = time.monotonic() + seconds
-        while not condition() and time.monotonic() < deadline:
-            await asyncio.sleep(0.001)
 
     async def atomic(self, hold, body, ms):
         await hold.aatomic(time.sleep, ms / 1000)
@@ -212,7 +202,7 @@ class Actor:
         """End what no other caller ends: gifts that were not taken, and generators."""
         for gift in self.gifts:
             try:
-                await self.do.until(lambda gift=gift: gift.is_claimed, BOX_TIMEOUT)
+                await self.until(lambda gift=gift: gift.is_claimed)
             except asyncio.CancelledError:
                 # No process resumes the texts of this caller, so their keys stay taken
                 # until the leases end.
@@ -228,6 +218,11 @@ class Actor:
                 await self.release(gift.entry, gift.content)
         for name in list(self.generators):
             await self.do_close(Step("close", how="close", name=name))
+
+    async def until(self, condition, seconds=BOX_TIMEOUT):
+        deadline = time.monotonic() + seconds
+        while not condition() and time.monotonic() < deadline:
+            await self.do.sleep(1)
 
     # What the caller asks for, and what it learns.
 
@@ -300,7 +295,6 @@ class Actor:
             if not entered:
                 self.failed(step, error, mine, what)
             else:
-                entered[0].end(error)
                 self.left(entered[0], error)
             if not isinstance(error, Exception):
                 raise
@@ -320,24 +314,30 @@ class Actor:
             return FAILED
 
     def left(self, entry: Entry, error: BaseException):
-        """Record an error at the end of an entry. A loss is checked later."""
+        """Record that an entry ended with an error. A loss is checked later."""
+        entry.end(error)
         if not isinstance(error, (LockLost, asyncio.CancelledError)):
             text = f"end of {entry.what}: {type(error).__name__}: {error}"
             kind = "refused" if isinstance(error, RuntimeError) else "error"
             self.round.note(kind, self.round.plain(text), f"{self.name}: {text}")
 
-    async def release(self, entry: Entry, subject):
-        """Leave an entry by the release of its hold or lock."""
-        entry.leave()
+    @contextmanager
+    def ending(self, entry: Entry):
+        """End an entry with the block, which has left it."""
         try:
-            await self.do.ask(subject, "release")
+            yield
         except BaseException as error:
-            entry.end(error)
             self.left(entry, error)
             if not isinstance(error, Exception):
                 raise
         else:
             entry.end()
+
+    async def release(self, entry: Entry, subject):
+        """Leave an entry by the release of its hold or lock."""
+        entry.leave()
+        with self.ending(entry):
+            await self.do.ask(subject, "release")
 
     async def acquire(self, step: Step, what: str, **values) -> Entry | None:
         hold = await self.asked(step, what, self.do.ask(self.lock(step), "acquire"))
@@ -414,7 +414,7 @@ class Actor:
             try:
                 await self.inside(entry, step.body)
                 if how == "lend":
-                    await self.do.until(gift.entered.is_set, BOX_TIMEOUT)
+                    await self.until(gift.entered.is_set)
             finally:
                 if how == "lend and detach":
                     await self.detach_and_resume(entry)
@@ -465,7 +465,6 @@ class Actor:
                 self.round.note("refused", self.round.plain(text), text)
             await self.release(entry, entry.hold)
         except BaseException as error:
-            entry.end(error)
             self.left(entry, error)
             # The hold goes on if the server did not answer, or if the detach was
             # refused and its caller learns of a cancellation alone.
@@ -499,7 +498,7 @@ class Actor:
 
     async def do_take(self, step):
         boxes = self.round.boxes
-        await self.do.until(lambda: step.box in boxes, BOX_TIMEOUT)
+        await self.until(lambda: step.box in boxes)
         gift = boxes.get(step.box)
         if gift is None or not gift.claim():
             return
@@ -536,7 +535,6 @@ class Actor:
         except BaseException as error:
             gift.entered.set()
             if entered is not None:
-                entered.end(error)
                 self.left(entered, error)
             elif (
                 giver.leaving is None
@@ -587,36 +585,26 @@ class Actor:
             # The event loop closes it in another task.
             entry.stays = shared and self.caller.loop is not None
             del generator
-            if self.caller.loop is None:
-                entry.end()
-            else:
+            if self.caller.loop is not None:
                 # The event loop closes it soon.
-                await self.do.until(lambda: entry.leaving is not None, 1.0)
-                entry.end()
-            return
-        if step.how == "other":
-            await self.close_elsewhere(generator, entry)
-            return
-        await self.close(generator, entry)
+                await self.until(lambda: entry.leaving is not None, 1.0)
+            entry.end()
+        elif step.how == "other":
+            entry.what = entry.what.replace("generator", "generator closed elsewhere")
+            await self.in_child(lambda child: child.close(generator, entry))
+        else:
+            await self.close(generator, entry)
 
     async def close(self, generator, entry):
-        try:
-            await self.do.close(generator)
-        except BaseException as error:
-            entry.end(error)
-            if isinstance(error, RuntimeError) and "shared" in entry.what:
+        with self.ending(entry):
+            try:
+                await self.do.close(generator)
+            except RuntimeError as error:
+                if "shared" not in entry.what:
+                    raise
                 # It cannot be told apart from another block of the lock.
+                entry.end(error)
                 entry.stays = True
-            else:
-                self.left(entry, error)
-            if not isinstance(error, Exception):
-                raise
-        else:
-            entry.end()
-
-    async def close_elsewhere(self, generator, entry):
-        entry.what = entry.what.replace("generator", "generator closed elsewhere")
-        await self.in_child(lambda child: child.close(generator, entry))
 
     async def in_child(self, work, cancel_after: int | None = None, name="c"):
         """Let a new thread or task work, and wait for its end."""
