@@ -676,9 +676,9 @@ def is_busy(in_other_thread):
 
 @pytest.fixture
 def signalled():
-    """Return a function that collects what some signals of dlocks report.
+    """Return a function that collects what some signals report.
 
-    It returns a list of each signal with its hold, or its lock. Its receiver may fail.
+    It returns a list of each signal with its hold or lock. Its receiver may fail.
     """
     connected = []
 
@@ -686,7 +686,7 @@ def signalled():
         seen = []
 
         def receive(signal, **kwargs):
-            seen.append((signal, kwargs.get("hold") or kwargs["lock"]))
+            seen.append((signal, kwargs.get("hold") or kwargs.get("lock")))
             if error is not None:
                 raise error
 

@@ -16,6 +16,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from asgiref.sync import async_to_sync, sync_to_async
 from django.db import connection, transaction
+from django.db.models import signals
 from django.test import override_settings
 from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
@@ -28,6 +29,7 @@ from dlocks import (
     LockStale,
     LockTimeout,
     db_lock,
+    db_rwlock,
     db_semaphore,
     lock_acquired,
     lock_lost,
@@ -616,8 +618,8 @@ def test_a_row_whose_token_is_ahead_of_the_clock_is_not_purged():
 @pytest.mark.front
 def test_signals_report_each_event(in_other_thread, signalled):
     """A receiver that fails does not reach the caller."""
-    signals = lock_acquired, lock_released, lock_lost, lock_timeout
-    told = signalled(*signals, error=ValueError("receiver"))
+    events = lock_acquired, lock_released, lock_lost, lock_timeout
+    told = signalled(*events, error=ValueError("receiver"))
     lock = db_lock("stock:7", timeout=0)
     with lock as hold:
         with lock:
@@ -632,6 +634,21 @@ def test_signals_report_each_event(in_other_thread, signalled):
         (lock_acquired, second),
         (lock_lost, second),
     ]
+
+
+@pytest.mark.front
+@pytest.mark.parametrize("alias", ["default", "insert"])
+def test_locks_send_no_signals_of_models(alias, signalled):
+    """A receiver for all models, as an audit log, may itself acquire a lock."""
+    seen = signalled(
+        signals.pre_save, signals.post_save, signals.pre_delete, signals.post_delete
+    )
+    with db_lock("stock:7", using=alias), db_rwlock("price:7", using=alias).read():
+        db_lock("stock:8", "stock:9", using=alias).acquire().release()
+    with db_semaphore("stock:10", 2, using=alias):
+        pass
+    run("reap_locks", "--idle-for", "0s", using=alias)
+    assert seen == []
 
 
 # Database routing.
