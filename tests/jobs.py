@@ -60,8 +60,7 @@ def hold(pipe, key, **policy):
     The key may have a mode, as in ``lock_of()``.
     """
     with lock_of(key, **policy) as held:
-        pipe.say(held.token)
-        pipe.hear()
+        pipe.pause(held.token)
     return "released"
 
 
@@ -73,20 +72,9 @@ def token_of(lock):
 
 def hold_in_transaction(pipe, key, *, roll_back=False, **policy):
     with transaction.atomic(), db_lock(key, **policy) as held:
-        pipe.say(held.token)
-        pipe.hear()
+        pipe.pause(held.token)
         transaction.set_rollback(roll_back)
     return "ended"
-
-
-def wait_for(pipe, key, **policy):
-    """Acquire, and return the time of the monotonic clock and the token.
-
-    All processes share that clock.
-    """
-    pipe.say("waiting")
-    with db_lock(key, **policy) as held:
-        return time.monotonic(), held.token
 
 
 def come_at_once(pipe, key, threads, **policy):
@@ -107,8 +95,7 @@ def come_at_once(pipe, key, threads, **policy):
             connections.close_all()
 
     with in_threads(take for _ in range(threads)):
-        pipe.say("here")
-        pipe.hear()
+        pipe.pause("here")
         gate.wait(60)
     return len(served)
 
@@ -128,8 +115,7 @@ def lock_row(pipe, key, using="default"):
     """Lock a key's row with a separate statement until notified."""
     with transaction.atomic(using=using):
         ResourceLock.objects.using(using).select_for_update().get(key_resource=key)
-        pipe.say("locked")
-        pipe.hear()
+        pipe.pause("locked")
     return "unlocked"
 
 
@@ -141,8 +127,7 @@ def lock_claim(pipe, **which):
     with transaction.atomic():
         first = LockClaim.objects.filter(**which).order_by("pk").first()
         LockClaim.objects.select_for_update().get(pk=first.pk)
-        pipe.say("locked")
-        pipe.hear()
+        pipe.pause("locked")
     return "unlocked"
 
 
@@ -248,8 +233,7 @@ def ask_again_and_again(pipe, key, *, times):
         granted = sum(
             backends["default"].acquire(claim) is not None for _ in range(times)
         )
-        pipe.say("asked")
-        pipe.hear()
+        pipe.pause("asked")
     return granted
 
 
@@ -339,8 +323,7 @@ def hold_timed(pipe, key, **policy):
     """
     before = time.monotonic()
     held = db_lock(key, **policy).acquire()
-    pipe.say((before, time.monotonic(), held.token))
-    pipe.hear()
+    pipe.pause((before, time.monotonic(), held.token))
     held.release()
 
 
@@ -377,15 +360,8 @@ def hold_until_lost(pipe, key, **policy):
     return until
 
 
-def acquire_and_tell(pipe, key, **policy):
-    """Acquire, send the token and the remaining lease, and hold until notified."""
-    with db_lock(key, **policy) as held:
-        pipe.say((held.token, held.remaining))
-        pipe.hear()
-    return "released"
-
-
 def wait_quietly(pipe, key, **policy):
+    """Acquire. Return the time, on the clock that processes share, and the token."""
     held = db_lock(key, **policy).acquire()
     granted = time.monotonic()
     with suppress(LockLost):
@@ -394,21 +370,14 @@ def wait_quietly(pipe, key, **policy):
     return granted, held.token
 
 
+def checks(pipe):
+    """Return "held", or the name of the error, for each hold of ``acquire()``."""
+    return [outcome(held.check) or "held" for held in _kept]
+
+
 def check(pipe):
     """Return "held", or the name of the first error."""
-    return next(filter(None, (outcome(held.check) for held in _kept)), "held")
-
-
-def still_held(pipe):
-    """Return for each key whether the hold of ``acquire()`` is still held."""
-    answers = {}
-    for held in _kept:
-        try:
-            held.check()
-            answers[held.key] = True
-        except LockLost:
-            answers[held.key] = False
-    return answers
+    return next((said for said in checks(pipe) if said != "held"), "held")
 
 
 def release_all(pipe):
@@ -538,8 +507,7 @@ def nest(pipe, first, second, *, in_transaction=False, **policy):
     with transaction.atomic(using) if in_transaction else nullcontext():
         try:
             with lock_of(first, timeout=60, **policy):
-                pipe.say("first")
-                pipe.hear()
+                pipe.pause("first")
                 with lock_of(second, **{"timeout": 60, **policy}):
                     return "both"
         except LockTimeout as error:
@@ -553,10 +521,8 @@ def nest_behind(pipe, first, second, **policy):
     )
 
     class Later:
-        say = staticmethod(pipe.say)
-
-        def hear(self):
-            pipe.hear()
+        def pause(self, place):
+            pipe.pause(place)
             backend = backends[policy["using"]]
             before = backend.waiting(second)
             thread.start()
@@ -603,12 +569,10 @@ def wait_and_release(pipe, first, second, **policy):
 
     with in_threads([wait]):
         ready.wait(60)
-        pipe.say("waits")
-        pipe.hear()
+        pipe.pause("waits")
         held[0].release()
         with lock_of(first, **policy):
-            pipe.say("taken again")
-            pipe.hear()
+            pipe.pause("taken again")
     return "released"
 
 
@@ -628,8 +592,7 @@ def run_job(pipe, key, *, wait=False, **policy):
     @run_once(key, **policy)
     def job():
         if wait:
-            pipe.say("running")
-            pipe.hear()
+            pipe.pause("running")
         return True
 
     return bool(job())
@@ -638,8 +601,7 @@ def run_job(pipe, key, *, wait=False, **policy):
 def resume(pipe, text):
     """Resume a hold, send its token, and release it when notified."""
     with resume_hold(text) as held:
-        pipe.say(held.token)
-        pipe.hear()
+        pipe.pause(held.token)
         held.check()
     return "released"
 
@@ -665,8 +627,7 @@ def write_under(pipe, key, name, value, *, guard, stop_inside=False, **policy):
         with hold.atomic() if guard else transaction.atomic():
             Counter.objects.filter(name=name).update(value=value)
             if stop_inside:
-                pipe.say("inside")
-                pipe.hear()
+                pipe.pause("inside")
     except LockLost as error:
         return "LockLost", str(error)
     try:
@@ -697,8 +658,7 @@ def isolated(level, using="default"):
 def share_under_guard(pipe, key, *, level="READ COMMITTED", **policy):
     """Acquire a read lock, and stay in ``hold.atomic()`` until notified."""
     with db_rwlock(key, **policy).read() as hold, isolated(level), hold.atomic():
-        pipe.say(hold.token)
-        pipe.hear()
+        pipe.pause(hold.token)
     return "ended"
 
 
@@ -706,10 +666,8 @@ def keep_share(pipe, key, **policy):
     """Guard a transaction with a read lock, and keep it after the commit."""
     with db_rwlock(key, **policy).read() as hold:
         with hold.atomic():
-            pipe.say(hold.token)
-            pipe.hear()
-        pipe.say("committed")
-        pipe.hear()
+            pipe.pause(hold.token)
+        pipe.pause("committed")
         hold.check()
     return "ended"
 
@@ -753,8 +711,7 @@ def hang_in_queue(pipe, key, tasks, **policy):
         waiting = [asyncio.create_task(wait()) for _ in range(tasks)]
         while await LockClaim.objects.filter(key_resource=key).acount() < tasks:
             await asyncio.sleep(0.01)
-        pipe.say("waiting")
-        pipe.hear()
+        pipe.pause("waiting")
         return [
             type(one).__name__
             for one in await asyncio.gather(*waiting, return_exceptions=True)
@@ -775,8 +732,7 @@ def write_by_second_alias(pipe, key, *, level="READ COMMITTED", **policy):
         with db_lock(key, **policy) as held:
             with isolated(level, "second"), held.atomic(using="second"):
                 Counter.objects.using("second").update(value=3)
-                pipe.say("inside")
-                pipe.hear()
+                pipe.pause("inside")
                 # The row is locked by another session, which belongs to the hold.
                 held.check()
                 with db_lock(key, **policy) as again:
@@ -805,8 +761,7 @@ def leave_by_second_alias(pipe, *keys, **policy):
         with transaction.atomic(using="second"):
             with db_lock(*keys, **policy) as held, held.atomic(using="second"):
                 pass
-            pipe.say("left")
-            pipe.hear()
+            pipe.pause("left")
         return "ended"
     finally:
         connections["second"].close()
@@ -1005,6 +960,7 @@ def clear(pipe, key, token):
 def run_sql(pipe, sql):
     with connections["default"].cursor() as cursor:
         cursor.execute(sql)
+        return cursor.fetchall() if cursor.description else []
 
 
 def run_command(pipe, *words):
@@ -1031,8 +987,7 @@ def hold_and_fork(pipe, key, **policy):
         while True:
             time.sleep(1)
     free, has = os.read(reading, 100).decode().split()
-    pipe.say((child, None if free == "True" else "granted", has == "True"))
-    pipe.hear()
+    pipe.pause((child, None if free == "True" else "granted", has == "True"))
 
 
 def take_turns(pipe, key, *, times, **policy):
@@ -1161,13 +1116,6 @@ def outwait_a_row(pipe, key, locked, **policy):
         outcomes += [outcome(hold.check), outcome(hold.release)]
         transaction.set_rollback(True)
     return outcomes
-
-
-def cipher(pipe):
-    """Return the cipher of this process's MySQL connection, empty without TLS."""
-    with connection.cursor() as cursor:
-        cursor.execute("SHOW SESSION STATUS LIKE 'Ssl_cipher'")
-        return cursor.fetchone()[1]
 
 
 class Turns:

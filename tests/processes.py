@@ -228,6 +228,11 @@ class Pipe:
     def hear(self) -> Any:
         return self._connection.recv()
 
+    def pause(self, value: Any) -> None:
+        """Say something, and go on when told."""
+        self.say(value)
+        self.hear()
+
     def poll(self) -> bool:
         return self._connection.poll()
 

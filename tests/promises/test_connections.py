@@ -57,8 +57,7 @@ def hold_leases(pipe, do):
 
     async def cycle():
         holds = [await do.ask(lock, "acquire") for lock in leases().values()]
-        pipe.say("held")
-        pipe.hear()
+        pipe.pause("held")
         held.extend(hold.held for hold in holds)
         for hold in holds:
             await do.ask(hold, "release")

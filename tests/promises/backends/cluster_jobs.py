@@ -91,16 +91,14 @@ def hold_and_write(pipe, key, name, *, wait="inside", careless=False, **policy):
             with ignored, db_lock(key, **policy) as held:
                 Counter.objects.create(name=f"{name}, inside")
                 if wait == "inside":
-                    pipe.say(held.token)
-                    pipe.hear()
+                    pipe.pause(held.token)
             if wait == "inside":
                 # A caller that ignores a lost lock must not commit anything.
                 Counter.objects.create(name=f"{name}, after")
             else:
                 # The message is sent only now, so that the other transaction does not
                 # commit while this one leaves the block.
-                pipe.say(held.token)
-                pipe.hear()
+                pipe.pause(held.token)
     except TROUBLE as trouble:
         return type(trouble).__name__
     return "committed"
@@ -121,8 +119,7 @@ def guard(pipe, key, name, *, when_told=False, **policy):
         with held.atomic():
             Counter.objects.create(name=name)
             if not when_told:
-                pipe.say("inside")
-                pipe.hear()
+                pipe.pause("inside")
     except TROUBLE as trouble:
         return type(trouble).__name__
     finally:

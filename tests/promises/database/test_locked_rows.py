@@ -268,8 +268,7 @@ def stop_within_a_step(pipe, key):
         result = execute(sql, *arguments)
         if "FOR UPDATE" in sql and not stopped:
             stopped.append(sql)
-            pipe.say("locked")
-            pipe.hear()
+            pipe.pause("locked")
         return result
 
     with connection.execute_wrapper(stop), db_rwlock(key).read() as held:

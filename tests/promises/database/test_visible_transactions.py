@@ -45,8 +45,7 @@ def keep(pipe, key, how, using="default"):
         lock = ResourceLock.objects.filter(pk=key)
         if how == "lock":
             with db_lock(key, using=using):
-                pipe.say(session_id())
-                pipe.hear()
+                pipe.pause(session_id())
             return
         if how == "select":
             lock.select_for_update().get()
@@ -56,11 +55,9 @@ def keep(pipe, key, how, using="default"):
             with transaction.atomic():
                 lock.update(hold_count=0)
                 if how == "in savepoint":
-                    pipe.say(session_id())
-                    pipe.hear()
+                    pipe.pause(session_id())
                     return
-        pipe.say(session_id())
-        pipe.hear()
+        pipe.pause(session_id())
 
 
 def with_sessions(*keys):
@@ -199,8 +196,7 @@ def lock_the_gap(pipe, missing):
         cursor.execute("SET SESSION TRANSACTION ISOLATION LEVEL REPEATABLE READ")
     with transaction.atomic():
         assert not ResourceLock.objects.select_for_update().filter(pk=missing)
-        pipe.say("locked")
-        pipe.hear()
+        pipe.pause("locked")
     connection.close()
 
 

@@ -39,8 +39,7 @@ def step_machine(pipe, pk, token):
     Return the name of the error, or None.
     """
     machine = Machine.objects.claim(pk, token)
-    pipe.say(machine.steps)
-    pipe.hear()
+    pipe.pause(machine.steps)
     machine.steps += 1
     try:
         machine.save()
@@ -54,8 +53,7 @@ def step_with_newer_tokens(pipe, pk, number, times):
 
     Return the number of refused writes.
     """
-    pipe.say("ready")
-    pipe.hear()
+    pipe.pause("ready")
     done = refused = 0
     while done < times:
         # Tokens are unique among processes.

@@ -44,8 +44,7 @@ def increment(pipe, kind, times, **policy):
                     **({"update_fields": [field]} if how == "update_fields" else {})
                 )
 
-    pipe.say("ready")
-    pipe.hear()
+    pipe.pause("ready")
     for _ in range(times):
         once()
     return runs - times
@@ -64,8 +63,7 @@ def cross(pipe, first, second, **policy):
         runs += 1
         Counter.objects.filter(pk=first).update(value=F("value") + 1)
         if runs == 1:
-            pipe.say("has the first")
-            pipe.hear()
+            pipe.pause("has the first")
         Counter.objects.filter(pk=second).update(value=F("value") + 1)
 
     both()
@@ -78,8 +76,7 @@ def delete_or_save(pipe, pk, action):
     Return the name of the error, or None.
     """
     report = models.Report.objects.get(pk=pk)
-    pipe.say("read")
-    pipe.hear()
+    pipe.pause("read")
     try:
         getattr(report, action)()
     except LockError as error:
