@@ -78,7 +78,13 @@ class Worker:
         self.pipe.send(value)
 
     def call(self, job: Any, *args: Any, **kwargs: Any) -> Any:
+        """Start a job. Return what it says first, or its result if it says nothing."""
         self.start(job, *args, **kwargs)
+        return self.hear()
+
+    def go_on(self, value: Any = "go") -> Any:
+        """Let a job go on. Return what it says next, or its result."""
+        self.tell(value)
         return self.hear()
 
     @contextlib.contextmanager

@@ -162,10 +162,9 @@ def test_one_of_two_transactions_with_the_same_key_commits(wait, cluster, three)
             worker.start(cluster_jobs.hold_and_write, key, name, wait=wait, using=using)
             assert isinstance(worker.hear(), int), "both lock the row, each on its node"
         with one_abort(cluster[1]):
-            first.tell()
-            assert first.hear() == "committed"
-        second.tell()
-        assert second.hear() == ("LockLost" if wait == "inside" else "OperationalError")
+            assert first.go_on() == "committed"
+        lost = "LockLost" if wait == "inside" else "OperationalError"
+        assert second.go_on() == lost
         cluster[1].catch_up()
         names = ["first, inside"] if wait != "inside" else WRITTEN
         assert second.call(cluster_jobs.names) == names, using
@@ -182,8 +181,7 @@ def test_a_transaction_that_ignores_its_lost_lock_cannot_commit(cluster, three):
         assert isinstance(second.hear(), int)
         with one_abort(cluster[1]):
             first.call(cluster_jobs.write_under, key, "first", using=using)
-        second.tell()
-        assert second.hear() == "TransactionManagementError"
+        assert second.go_on() == "TransactionManagementError"
         cluster[1].catch_up()
         assert second.call(cluster_jobs.names) == ["first"], using
 
@@ -191,8 +189,7 @@ def test_a_transaction_that_ignores_its_lost_lock_cannot_commit(cluster, three):
 def test_a_paused_guard_cannot_commit_after_a_takeover_on_a_node(cluster, three):
     first, second, _ = three
     for using in ROWS:
-        first.start(cluster_jobs.guard, using, "first", ttl=2.0, using=using)
-        token = first.hear()
+        token = first.call(cluster_jobs.guard, using, "first", ttl=2.0, using=using)
         assert first.hear() == "inside"
         first.stop()
         # On a single server, no other process would acquire the key before the end of
@@ -200,8 +197,7 @@ def test_a_paused_guard_cannot_commit_after_a_takeover_on_a_node(cluster, three)
         second.start(cluster_jobs.guard, using, using, timeout=30, using=using)
         check_takeover(second, token)
         first.resume()
-        first.tell()
-        assert first.hear() in {"OperationalError", "LockBackendError", "LockLost"}
+        assert first.go_on() in {"OperationalError", "LockBackendError", "LockLost"}
     cluster[0].catch_up()
     assert first.call(cluster_jobs.names) == sorted(ROWS)
 
@@ -256,13 +252,11 @@ def check_tokens_on_different_clocks(nodes, process):
         assert tokens == sorted(set(tokens))
     # A lease by the slow clock has expired for the other nodes when it begins. A
     # guarded transaction in it has not ended.
-    behind.start(cluster_jobs.guard, "early", "early", ttl=2.4, timeout=60)
-    token = behind.hear()
+    token = behind.call(cluster_jobs.guard, "early", "early", ttl=2.4, timeout=60)
     assert behind.hear() == "inside"
     one.start(cluster_jobs.guard, "early", "second", timeout=60)
     check_takeover(one, token)
-    behind.tell()
-    assert behind.hear() in {"OperationalError", "LockBackendError", "LockLost"}
+    assert behind.go_on() in {"OperationalError", "LockBackendError", "LockLost"}
     assert other.call(cluster_jobs.token_of, "early", timeout=60) > token
     assert one.call(cluster_jobs.names) == ["second"]
 

@@ -347,14 +347,12 @@ def test_a_pause_breaks_a_quorum_but_not_a_guarded_commit(using, guard, configur
     """Only the guarded commit detects this, however many members had agreed."""
     row = Counter.objects.create(name="stock", value=7)
     late = configured("quorum")()
-    late.start(jobs.write_under, "stock", "stock", 1, guard=guard, ttl=0.6, using=using)
-    late.hear()
+    late.call(jobs.write_under, "stock", "stock", 1, guard=guard, ttl=0.6, using=using)
     late.stop()
     with db_lock("stock", using=using, timeout=20):
         Counter.objects.filter(pk=row.pk).update(value=8)
         late.resume()
-        late.tell()
-        outcome, _ = late.hear()
+        outcome, _ = late.go_on()
         row.refresh_from_db()
         if guard:
             assert (outcome, row.value) == ("LockLost", 8)

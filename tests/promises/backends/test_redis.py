@@ -435,8 +435,7 @@ def test_waiters_queue_again_after_redis_lost_its_data(start, aliases, until):
     process = aliases(redis=alias(server))
     backend = RedisBackend("redis", url=server.url)
     holder, *crowd = [process() for _ in range(4)]
-    holder.start(jobs.hold, "key", using="redis")
-    tokens = [holder.hear()]
+    tokens = [holder.call(jobs.hold, "key", using="redis")]
     for number, one in enumerate(crowd, 1):
         one.start(jobs.wait_quietly, "key", using="redis", timeout=60)
         until(lambda number=number: backend.waiting("key") == number, seconds=60)

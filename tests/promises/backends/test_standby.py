@@ -188,14 +188,12 @@ def test_a_guard_on_a_lease_lost_in_failover_cannot_commit(pair, process):
     tokens = []
     for using, holder in zip(KINDS, holders, strict=True):
         policy = {"ttl": 60, "using": using, "when_told": True}
-        holder.start(cluster_jobs.guard, using, "first", **policy)
-        tokens.append(holder.hear())
+        tokens.append(holder.call(cluster_jobs.guard, using, "first", **policy))
     pair.fail_over()
     for using, holder, token in zip(KINDS, holders, tokens, strict=True):
         other.start(cluster_jobs.guard, using, using, timeout=20, using=using)
         cluster_jobs.check_takeover(other, token)
-        holder.tell()
-        assert holder.hear() == "LockLost"
+        assert holder.go_on() == "LockLost"
     assert other.call(cluster_jobs.names) == KINDS
 
 

@@ -126,8 +126,7 @@ def test_a_release_wakes_only_the_next_waiter(process, server, until):
     """Each waiter watches one node, whose removal concerns only that waiter."""
     before = watches(server)
     holder, *waiting = [process() for _ in range(5)]
-    holder.start(jobs.hold, "herd", using="zookeeper")
-    holder.hear()
+    holder.call(jobs.hold, "herd", using="zookeeper")
     for number, one in enumerate(waiting, 1):
         one.start(jobs.hold, "herd", using="zookeeper", timeout=30)
         until(lambda number=number: watches(server) == before + number)
@@ -142,8 +141,7 @@ def test_a_release_wakes_only_the_next_waiter(process, server, until):
 def test_a_resumed_holder_is_notified_of_its_loss(server, zookeeper_at):
     process = zookeeper_at(server.port, session_timeout=2.0)
     victim, waiter = process(), process()
-    victim.start(jobs.hold_until_lost, "key", using="zookeeper")
-    token = victim.hear()
+    token = victim.call(jobs.hold_until_lost, "key", using="zookeeper")
     victim.stop()
     policy = {"using": "zookeeper", "timeout": 30}
     granted, later = waiter.call(jobs.wait_quietly, "key", **policy)
@@ -155,8 +153,9 @@ def test_a_resumed_holder_is_notified_of_its_loss(server, zookeeper_at):
 
 def test_a_fork_neither_shares_nor_ends_holds_of_its_parent(process, backend):
     parent = process()
-    parent.start(jobs.hold_and_fork, "key", using="zookeeper", timeout=5)
-    child, found, held_there = parent.hear()
+    child, found, held_there = parent.call(
+        jobs.hold_and_fork, "key", using="zookeeper", timeout=5
+    )
     try:
         assert found is None
         assert not held_there
@@ -166,8 +165,7 @@ def test_a_fork_neither_shares_nor_ends_holds_of_its_parent(process, backend):
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(child, signal.SIGKILL)
-        parent.tell()
-        parent.hear()
+        parent.go_on()
 
 
 def test_a_process_releases_its_holds_when_it_exits(server, root, nodes):

@@ -89,8 +89,7 @@ def test_a_kill_inside_a_transaction_frees_the_key_at_once(doomed, worker, in_qu
     """The end of the session ends the transaction and its lock."""
     for using in ROWS:
         victim = doomed()
-        victim.start(jobs.hold_in_transaction, using, using=using)
-        victim.hear()
+        victim.call(jobs.hold_in_transaction, using, using=using)
         worker.start(jobs.wait_quietly, using, using=using, timeout=30)
         in_queue(1, using)
         victim.kill()
@@ -335,8 +334,7 @@ def take(held, worker, other, key, using):
         return worker.call(jobs.acquire, key, f"with {key}", using=using)[key]
     # A holder that has waited assumes that there are more waiters.
     with other.doing(jobs.hold, key, using=using):
-        worker.start(jobs.acquire_after_another, key, using=using)
-        assert worker.hear() == "in line"
+        assert worker.call(jobs.acquire_after_another, key, using=using) == "in line"
     token = worker.hear()
     # The queue thread may lock the row for a moment.
     eventually(lambda: "dlocks-waiting" not in worker.call(jobs.threads))
@@ -441,8 +439,7 @@ def test_a_cut_off_holder_is_lost_before_the_key_is_taken_over(proxy, doomed, wo
     holders = {using: doomed(DLOCKS_TEST_PORT=str(proxy.port)) for using in ROWS}
     first, waiters = {}, workers(3)
     for using, holder in holders.items():
-        holder.start(jobs.hold_until_lost, using, using=using, ttl=2.0)
-        first[using] = holder.hear()
+        first[using] = holder.call(jobs.hold_until_lost, using, using=using, ttl=2.0)
     proxy.cut.set()
     since = time.monotonic()
     for using, waiter in zip(ROWS, waiters, strict=True):
@@ -457,8 +454,7 @@ def test_a_cut_off_holder_is_lost_before_the_key_is_taken_over(proxy, doomed, wo
 def test_a_cut_off_holder_is_notified_and_keeps_its_other_holds(proxy, proxied):
     """The renewal gets no reply, and no driver times out."""
     holder, _other = proxied
-    holder.start(jobs.hold_here_and_elsewhere, "told", ttl=4.0)
-    holder.hear()
+    holder.call(jobs.hold_here_and_elsewhere, "told", ttl=4.0)
     proxy.cut.set()
     since = time.monotonic()
     told = holder.hear()

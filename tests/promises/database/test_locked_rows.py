@@ -282,13 +282,11 @@ def test_a_process_that_hangs_in_a_step_blocks_others_briefly(doomed, worker):
     with db_lock("stock:7"):
         # This creates the row that a step locks.
         pass
-    victim.start(stop_within_a_step, "stock:7")
-    assert victim.hear() == "locked"
+    assert victim.call(stop_within_a_step, "stock:7") == "locked"
     began = time.monotonic()
     with worker.doing(jobs.hold, ("stock:7", "read"), timeout=20) as token:
         in_time(time.monotonic() - began, 4.0)
-    victim.tell()
-    assert victim.hear() > token
+    assert victim.go_on() > token
 
 
 # Variables of MariaDB that limit how long a transaction may be idle.
@@ -373,8 +371,7 @@ def test_a_waiter_that_joins_during_a_guarded_transaction_is_next(
     with pytest.raises(LockTimeout):
         lock.acquire().release()
     assert worker.hear() > hold.token
-    worker.tell()
-    worker.hear()
+    worker.go_on()
 
 
 @pytest.mark.engine("sqlite")

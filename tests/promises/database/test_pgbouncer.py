@@ -141,8 +141,7 @@ def test_the_queue_keeps_its_order_behind_the_pooler(pooled, in_queue):
         holder.start(jobs.hold_in_transaction, "stock:7", roll_back=roll_back)
         wait()
         ended = time.monotonic()
-        holder.tell()
-        assert holder.hear() == "ended"
+        assert holder.go_on() == "ended"
         in_time(waiting.hear()[0] - ended, 1.5)
     holder.start(jobs.hold, "stock:7", ttl=1.0)
     wait()

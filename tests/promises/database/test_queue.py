@@ -158,8 +158,7 @@ def test_the_end_of_a_transaction_wakes_its_waiters(workers, in_queue):
         token = holder.hear()
         assert not waiting[0].pipe.poll(0.2)
         ended = time.monotonic()
-        holder.tell()
-        assert holder.hear() == "ended"
+        assert holder.go_on() == "ended"
         (_, one), (granted, other) = (worker.hear() for worker in waiting)
         assert one < other, (using, roll_back)
         assert roll_back or token < one, using
@@ -211,8 +210,7 @@ def test_a_dead_waiter_is_skipped_within_three_seconds(doomed, in_queue):
 )
 def test_unresponsive_waiters_delay_the_key_only_once(timeout, worker, in_queue):
     with db_lock("stock:7"):
-        worker.start(jobs.hang_in_queue, "stock:7", 3, timeout=timeout)
-        assert worker.hear() == "waiting"
+        worker.call(jobs.hang_in_queue, "stock:7", 3, timeout=timeout)
         in_queue(3)
     lock = db_lock("stock:7", timeout=60)
     # Each stuck caller may keep the key until it is known not to respond.

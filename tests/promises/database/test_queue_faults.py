@@ -42,8 +42,8 @@ class Crowd:
         (directory / "counter").write_bytes(b"%020d" % 0)
         (directory / "log").touch()
         self.worker, self.observer = (doomed(**environment) for _ in range(2))
-        self.worker.start(jobs.crowd, WAITERS, str(directory), "crowd", ttl=TTL)
-        self.alive = set(self.worker.hear())
+        place = str(directory)
+        self.alive = set(self.worker.call(jobs.crowd, WAITERS, place, "crowd", ttl=TTL))
         self.killed = {}
         # Periods that may make others wait, as pairs of start and end.
         self.causes = []
@@ -71,8 +71,7 @@ class Crowd:
         self.killed[pid] = time.monotonic()
 
     def replace(self):
-        self.worker.tell("more")
-        self.alive.add(self.worker.hear())
+        self.alive.add(self.worker.go_on("more"))
 
     def notes(self):
         # The last line may be incomplete.
@@ -93,8 +92,7 @@ class Crowd:
 
         No process may wait for long without a cause.
         """
-        self.worker.tell("end")
-        assert self.worker.hear() == [], "processes were lost in the queue"
+        assert self.worker.go_on("end") == [], "processes were lost in the queue"
         failures = [path.read_text() for path in self.directory.glob("failed-*")]
         assert not failures, failures[0]
         notes = {"granted": [], "left": [], "refused": [], "trouble": []}

@@ -589,8 +589,7 @@ def test_on_sqlite_a_transaction_cannot_wait_for_a_lease(using, worker):
     def decorated(**options):
         return db_lock("stock:7", using=using, **options)(lambda: "done")()
 
-    worker.start(jobs.hold, "stock:7", using=using)
-    worker.hear()
+    worker.call(jobs.hold, "stock:7", using=using)
     lock, pid = db_lock("stock:7", using=using, timeout=30), str(worker.process.pid)
     with transaction.atomic():
         started = time.monotonic()
@@ -624,8 +623,7 @@ def test_on_sqlite_a_transaction_cannot_wait_for_a_lease(using, worker):
     with transaction.atomic(), pytest.raises(LockNotAwaitable):
         lock.acquire()
     took += time.monotonic() - started
-    worker.tell()
-    worker.hear()
+    worker.go_on()
     in_time(took, 5)
 
 

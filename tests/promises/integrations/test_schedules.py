@@ -324,8 +324,7 @@ def test_a_job_in_a_transaction_of_sqlite_is_refused(use):
 def test_a_job_of_a_dead_node_keeps_min_hold(doomed, is_busy):
     """Its lease would expire after the ttl of 0.6 s."""
     node = doomed()
-    node.start(jobs.run_job, "nightly", min_hold=3, using="brisk", wait=True)
-    node.hear()
+    node.call(jobs.run_job, "nightly", min_hold=3, using="brisk", wait=True)
     began = time.monotonic()
     node.kill()
     while True:

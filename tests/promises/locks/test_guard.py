@@ -50,14 +50,12 @@ def test_a_holder_paused_past_its_ttl_commits_no_guarded_write(case, doomed, row
     row(7)
     worker = doomed()
     policy = {"guard": guard, "ttl": 0.6, "using": using}
-    worker.start(jobs.write_under, "stock", "stock", 1, **policy)
-    token = worker.hear()
+    token = worker.call(jobs.write_under, "stock", "stock", 1, **policy)
     worker.stop()
     with db_lock("stock", using=using, timeout=20) as hold:
         assert hold.token > token
         worker.resume()
-        worker.tell()
-        outcome, message = worker.hear()
+        outcome, message = worker.go_on()
         if guard:
             assert outcome == "LockLost"
             assert "'stock' was lost" in message
@@ -73,8 +71,7 @@ def test_a_process_paused_in_a_guard_keeps_the_key(doomed, row):
     paused = {key: doomed() for key in ("default", "optimistic", "insert")}
     for key, worker in paused.items():
         Counter.objects.create(name=key, value=7)
-        worker.start(jobs.write_under, key, key, 1, using=key, **policy)
-        worker.hear()
+        worker.call(jobs.write_under, key, key, 1, using=key, **policy)
         assert worker.hear() == "inside"
         worker.stop()
     # For longer than the ttl and the grace.
@@ -83,8 +80,7 @@ def test_a_process_paused_in_a_guard_keeps_the_key(doomed, row):
         assert db_lock(key, using=key).try_acquire() is None
         assert Counter.objects.get(name=key).value == 7
         worker.resume()
-        worker.tell()
-        assert worker.hear()[0] == "written"
+        assert worker.go_on()[0] == "written"
         assert Counter.objects.get(name=key).value == 1
         with db_lock(key, using=key, timeout=10):
             pass
@@ -369,13 +365,11 @@ def test_two_statements_more_than_the_transaction_itself(
 @for_each("level", ["READ COMMITTED", "REPEATABLE READ"])
 def test_a_second_alias_of_the_same_database_can_be_guarded(row, worker, level, until):
     row(7)
-    worker.start(jobs.write_by_second_alias, "stock", level=level, ttl=1.0)
-    assert worker.hear() == "inside"
+    worker.call(jobs.write_by_second_alias, "stock", level=level, ttl=1.0)
     # The ttl and the grace have passed.
     until(lambda: row_of("stock").seconds_left < -0.5)
     assert db_lock("stock").try_acquire() is None
-    worker.tell()
-    another, of_a_transaction = worker.hear()
+    another, of_a_transaction = worker.go_on()
     assert "on the other database 'elsewhere'" in another
     assert "cannot guard another one on 'second'" in of_a_transaction
     assert row() == 3

@@ -138,8 +138,7 @@ def test_an_unrenewed_lease_has_its_whole_ttl_after_a_wait(using, worker, until)
         until(queued("stock:7").exists)
     assert worker.hear() > first.token
     assert 15 < db_lock("stock:7", using=using).holder().remaining <= 20
-    worker.tell()
-    worker.hear()
+    worker.go_on()
 
 
 @pytest.mark.engine("postgresql")
@@ -174,8 +173,7 @@ async def test_a_waiter_that_misses_its_turn_does_not_hold_the_key(
     # When the process continues, it gets its position back.
     while not in_other_thread(waiting.count):
         await asyncio.sleep(0.01)
-    second.tell()
-    second.hear()
+    second.go_on()
     hold = await task
     assert hold.token > token
     await hold.arelease()

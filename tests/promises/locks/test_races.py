@@ -59,15 +59,13 @@ def test_a_failed_attempt_in_a_transaction_locks_no_row(workers):
     with db_lock("stock:7", ttl=600):
         *askers, one, other = workers(5)
         for writer in one, other:
-            writer.start(jobs.write_again_and_again, "stock:7")
-            assert writer.hear() == "writing"
+            assert writer.call(jobs.write_again_and_again, "stock:7") == "writing"
         for asker in askers:
             asker.start(jobs.ask_again_and_again, "stock:7", times=times)
         for asker in askers:
             assert asker.hear(200) == "asked"
         for writer in one, other:
-            writer.tell()
-            assert writer.hear() > times / 10
+            assert writer.go_on() > times / 10
         with transaction.atomic():
             ResourceLock.objects.select_for_update(nowait=True).get(pk="stock:7")
         for asker in askers:

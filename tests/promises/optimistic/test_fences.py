@@ -175,16 +175,12 @@ def test_a_hold_can_be_used_as_its_token(machine):
 @COMMITS
 def test_a_stopped_process_cannot_overwrite_its_successor(doomed, worker):
     pk, paused = Machine.objects.create(steps=10).pk, doomed()
-    paused.start(step_machine, pk, 5)
-    assert paused.hear() == 10
+    assert paused.call(step_machine, pk, 5) == 10
     paused.stop()
-    worker.start(step_machine, pk, 6)
-    assert worker.hear() == 10
-    worker.tell()
-    assert worker.hear() is None
+    assert worker.call(step_machine, pk, 6) == 10
+    assert worker.go_on() is None
     paused.resume()
-    paused.tell()
-    assert paused.hear() == "StaleToken"
+    assert paused.go_on() == "StaleToken"
     assert stored(pk) == ("", 11, 6)
 
 
