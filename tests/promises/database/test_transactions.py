@@ -446,8 +446,10 @@ def test_a_lease_in_a_transaction_is_released_after_the_commit(using, keys, is_b
             with lock as inner:
                 assert inner.tokens == hold.tokens
         assert all(is_busy(key, using) for key in keys)
-        assert hold.held
+        # A hold of several keys is a new one each time.
+        assert hold.held or len(keys) > 1
         with lock as again:
+            assert again.held
             assert (again.tokens, again.count) == (hold.tokens, 1)
         assert is_busy(using=using)
     assert not any(is_busy(key, using) for key in keys)
