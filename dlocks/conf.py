@@ -193,6 +193,7 @@ def _forget_holds() -> None:
     ]
     for hold in holds():
         if hold.backend in theirs:
+            hold.life.exit()
             hold.end_silently()
 
 

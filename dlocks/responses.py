@@ -67,7 +67,7 @@ def hold_until_produced(hold: Hold, result: Any) -> None:
         inner = vars(result).get("render")
         result.render = partial(_render, result, inner, close, entry, forgotten)
     # Last, so that an interrupt adds no entry without a response that leaves it.
-    entry.hold.enter_for_response(entry)
+    entry.hold.enter(entry, block=True)
 
 
 def _render(response: Any, inner: Any, close: Any, entry: Entry, forgotten: Any) -> Any:

@@ -127,7 +127,6 @@ class Attempt:
         self.entry.hold = hold
         if not hold.enter(self.entry, block=self.block):
             return False
-        callers.add(self.entry)
         self.face = hold.face
         confirm.check(hold)
         self.is_granted = self.has_entered = True
@@ -269,9 +268,7 @@ class Attempt:
         """
         self.entry.hold.life.receive(self.entry)
         if self.lock.min_hold:
-            until = clock.now() + self.lock.min_hold
-            self.entry.min_hold_until = until
-            self.entry.hold.has_min_hold = True
+            self.entry.min_hold_until = clock.now() + self.lock.min_hold
 
     # To wait.
 

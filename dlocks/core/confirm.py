@@ -22,10 +22,10 @@ TRIES = 10
 
 def check(hold: Any) -> None:
     """Check with the backend that the key is held, or raise LockLost."""
-    if hold.end_if_expired():
-        raise hold.lost_error()
+    hold.end_if_expired()
+    refuse_ended(hold)
     if not verify(hold, hold.count):
-        raise hold.end_as_lost(hold.why_gone())
+        raise hold.end_as_lost()
     refuse_ended(hold)
 
 
@@ -109,13 +109,13 @@ def renew(hold: Any, terms: Terms | None) -> None:
 
     ``terms`` are new ones, for this and all later renewals.
     """
-    if hold.scope == "transaction" or hold.life.is_pinned:
+    if hold.scope == "transaction" or hold.life.state.is_pinned:
         if terms is not None and hold.scope == "lease":
             hold.lease.change(*terms)
         check(hold)
         return
-    if hold.end_if_expired():
-        raise hold.lost_error()
+    hold.end_if_expired()
+    refuse_ended(hold)
     renew_together([hold], terms)
 
 
@@ -125,7 +125,7 @@ def renew_together(holds: Sequence[Any], terms: Terms | None) -> None:
     sent, left = _renew(holds) if terms is None else _renew_with(holds, terms)
     for hold, number in zip(holds, guards, strict=True):
         if hold.claim.owner not in left and (
-            hold.life.is_pinned or hold.life.state.guards != number
+            hold.life.state.is_pinned or hold.life.state.guards != number
         ):
             # A guard had locked the row, and the request found its old lease.
             check(hold)
@@ -199,7 +199,7 @@ def _change(holds: Sequence[Any], terms: Terms) -> tuple[float, Mapping[str, flo
 def record_renewal(hold: Any, sent: float, left: Mapping[str, float]) -> None:
     """Record the reply to the caller's renewal: the seconds left, by owner."""
     if hold.claim.owner not in left:
-        raise hold.end_as_lost(hold.why_gone())
+        raise hold.end_as_lost()
     if hold.backend.refusal(hold.claim) is None:
         # Otherwise the caller's transaction wrote it, and may roll it back.
         hold.lease.record_answer(sent, left[hold.claim.owner])
@@ -207,6 +207,6 @@ def record_renewal(hold: Any, sent: float, left: Mapping[str, float]) -> None:
 
 
 def refuse_ended(hold: Any) -> None:
-    """Raise LockLost if the hold ended while the backend was asked about it."""
+    """Raise LockLost if the hold has ended, perhaps during a request about it."""
     if hold.is_over:
         raise hold.lost_error()

@@ -10,6 +10,7 @@ from typing import Any
 from django.core import signing
 
 from dlocks.core.callers import acts_for
+from dlocks.core.confirm import refuse_ended
 from dlocks.core.entry import Entry
 from dlocks.core.explain import lost_error
 from dlocks.core.holding import Holding
@@ -92,7 +93,7 @@ def recall(hold: Holding, offered: list[Entry]) -> None:
     effect = hold.life.recall("its handover to another process was interrupted")
     if effect & Effect.REPORT:
         hold.forget_entries()
-        hold.perform(effect)
+        hold.perform_loss(effect)
     else:
         hold.perform_quietly(effect)
 
@@ -124,9 +125,9 @@ def _transfer(hold: Holding, ttl: float, offered: list[Entry]) -> tuple[float, f
     """
     # An entry that is added meanwhile has another caller, so it refuses the offer.
     mine = [one.caller for one in hold.life.state.entries if acts_for(one.caller)]
-    if hold.end_if_expired():
-        raise lost_error(hold)
-    if not hold.life.offer(mine, offered):
+    hold.end_if_expired()
+    refuse_ended(hold)
+    if hold.life.offer(mine, offered):
         raise _why_not_offered(hold)
     left = hold.min_hold_left, hold.lease.last_at - clock.now()
     _pass_on(hold, dataclasses.replace(hold.claim, ttl=min(ttl, left[1])), offered)
@@ -136,11 +137,11 @@ def _transfer(hold: Holding, ttl: float, offered: list[Entry]) -> tuple[float, f
 def _why_not_offered(hold: Holding) -> Exception:
     """Return the error for a hold that another caller uses, or that has ended."""
     state = hold.life.state
-    was_left = state.phase is Phase.DETACHING and hold.life.is_kept
+    was_left = state.phase is Phase.DETACHING and state.is_kept
     if not was_left and (hold.is_over or not state.entries):
         return lost_error(hold)
     why = " before the end of a transaction in which it was left."
-    if hold.life.is_pinned:
+    if state.is_pinned:
         why = " inside hold.atomic()."
     elif any(not acts_for(entry.caller) for entry in state.blocks):
         why = (
@@ -168,8 +169,8 @@ def _pass_on(hold: Holding, claim: Claim, offered: list[Entry]) -> None:
         keeper.check_soon()
         raise
     if not stands:
-        raise hold.end_as_lost(hold.why_gone())
-    if not hold.life.detach():
+        raise hold.end_as_lost()
+    if hold.life.detach():
         raise _why_not_offered(hold)
     hold.unwatch()
     hold.forget_entries()

@@ -15,6 +15,7 @@ class Entry:
         "is_member",
         "lock",
         "min_hold_until",
+        "used",
     )
 
     def __init__(self, caller: Any, lock: Any = None, hold: Any = None) -> None:
@@ -28,3 +29,5 @@ class Entry:
         self.acquired_by = ""
         # Whether it belongs to a hold of several keys.
         self.is_member = False
+        # The earlier entry of its caller that a ``with hold`` block uses in its place.
+        self.used: Entry | None = None

@@ -139,7 +139,7 @@ def _pin_first(
     here = here or TransactionMarker.here(connection)
     pin = TransactionMarker.of_lock(connection)
     # The row of a pinned hold stays locked, even if its lease has expired.
-    late = hold.life.is_pinned or hold.next_claim().late
+    late = hold.life.state.is_pinned or hold.next_claim().late
     # Before the write, so that the keeper sends no request for the hold meanwhile. A
     # hold that is being released or detached is refused. That request would wait for
     # the end of this transaction.
@@ -185,7 +185,7 @@ def _pin(hold: Holding, database: str, *, late: bool) -> tuple[float, float]:
         forbid_commit(connection_of(database))
         raise
     if not stands:
-        raise hold.end_as_lost(hold.why_gone())
+        raise hold.end_as_lost()
     return sent, claim.ttl
 
 

@@ -173,7 +173,7 @@ class Hold:
         """
         ensure_sync()
         terms = confirm.checked_terms(ttl, max_hold, self._parts)
-        is_pinned = any(part.life.is_pinned for part in self._parts)
+        is_pinned = any(part.life.state.is_pinned for part in self._parts)
         if self.held and self._is_alike and self.scope == "lease" and not is_pinned:
             confirm.renew_together(self._parts, terms)
         else:
@@ -365,17 +365,16 @@ class Hold:
         caller = current_caller()
         if hasattr(caller, "get_loop"):
             callers.record_context(caller)
-        # Recorded before its use, so that an interrupt leaves each entry.
-        used: list[tuple[Entry, list[Entry | None]]] = []
+        new_entries: list[Entry] = []
         entries: list[Entry] = []
         block = None
         preferred = self._entries or (None,)
         try:
             for part, own in zip(self._parts, preferred, strict=True):
                 new_entry = Entry(caller, own.lock if own else self.lock, part)
-                chosen: list[Entry | None] = []
-                used.append((new_entry, chosen))
-                entry = part.begin_block(new_entry, own, chosen)
+                # Before its use, so that an interrupt leaves each entry.
+                new_entries.append(new_entry)
+                entry = part.begin_block(new_entry, own)
                 if entry is None:
                     raise block_error(part)
                 entries.append(entry)
@@ -384,8 +383,8 @@ class Hold:
         except BaseException:
             if block is not None:
                 self._blocks.remove(block)
-            for new_entry, chosen in used:
-                new_entry.hold.undo_block(new_entry, chosen)
+            for new_entry in new_entries:
+                new_entry.hold.undo_block(new_entry)
             raise
 
     async def _there(self, function: Callable[[], R]) -> R:
@@ -437,7 +436,6 @@ def leave_block(
 def _leave_later(entry: Entry, *, failed: bool) -> None:
     """Leave an entry without a request, which the keeper sends if it is due."""
     hold: Holding = entry.hold
-    hold.record_min_hold()
     within = transactions_of(hold)
     effect = hold.life.leave(entry, within, failed=failed, verified=True)
     hold.forget_entry(entry)

@@ -28,14 +28,11 @@ from dlocks.runtime.clock import FOREVER
 from dlocks.runtime.connected import connection_of
 from dlocks.runtime.keeper import keeper
 from dlocks.runtime.requests import refuse_nested, request
-from dlocks.signals import has_receivers, send_event
+from dlocks.runtime.threads import this_thread
 from dlocks.transactions import TransactionMarker, forbid_commit, in_testcase
 from dlocks.values import Claim, Grant
 
 logger = logging.getLogger("dlocks")
-
-# An event of ``Life`` that leaves an entry.
-Leave = Callable[..., Effect]
 
 
 class Holding:
@@ -43,8 +40,6 @@ class Holding:
 
     # What a caller sees of it, until its end. No cycle remains.
     face: Any = None
-    # Whether a lock of one of its entries has ``min_hold``.
-    has_min_hold = False
     # Whether the backend has replied to the release.
     is_released = False
     # What ends it, while only transactions keep it.
@@ -82,9 +77,6 @@ class Holding:
         if self.lock.min_hold:
             # Counted from the reply, so it is never too short by the row's begin_time.
             entry.min_hold_until = self.lease.granted_at + self.lock.min_hold
-            self.has_min_hold = True
-        # Until when the key stays taken after its release, because of left entries.
-        self._min_hold_until = 0.0
         self.watch = Watch()
         if self.scope == "transaction":
             self.connection = connection_of(backend.database)
@@ -146,7 +138,9 @@ class Holding:
 
         A hold may still be renewed after its lease has expired.
         """
-        return not self.is_over and (not self.has_run_out() or self.life.is_pinned)
+        if self.is_over:
+            return False
+        return not self.has_run_out() or self.life.state.is_pinned
 
     def has_run_out(self) -> bool:
         """Return whether its lease is over for good, or its transaction has ended."""
@@ -180,13 +174,16 @@ class Holding:
 
         Not where nothing will release it, nor beyond ``max_hold``.
         """
-        return not self.is_over and self.lease.can_grow and not self.life.is_pinned
+        if self.is_over or self.life.state.is_pinned:
+            return False
+        return self.lease.can_grow
 
     @property
     def min_hold_left(self) -> float:
         """Return the seconds for which the key stays taken after its release."""
-        until = self._min_hold_until
-        for entry in self.life.state.entries:
+        state = self.life.state
+        until = state.min_hold_until
+        for entry in state.entries:
             until = max(until, entry.min_hold_until)
         return max(0.0, until - clock.now()) if until else 0.0
 
@@ -247,48 +244,42 @@ class Holding:
 
     def enter(self, entry: Entry, *, block: bool) -> bool:
         """Add an entry, and return False if the hold has ended."""
-        if not self.life.enter(entry, block=block):
+        left_by = self.life.state.left_by
+        if self.life.enter(entry, block=block):
             return False
+        if left_by is not None:
+            # By the new entry, its caller finds the hold.
+            callers.remove(left_by)
+        callers.add(entry)
         keeper.remove_left(self)
         self.watch.orphaned_since = None
         return True
 
-    def enter_for_response(self, entry: Entry) -> None:
-        """Add an entry that outlives this caller, unless the hold has ended."""
-        if self.life.enter(entry, block=True):
-            callers.add(entry)
-
-    def begin_block(
-        self,
-        new_entry: Entry,
-        preferred: Entry | None,
-        chosen: list[Entry | None],
-    ) -> Entry | None:
+    def begin_block(self, new_entry: Entry, preferred: Entry | None) -> Entry | None:
         """Return the entry that a ``with hold`` block of a caller uses, or None.
 
         See ``Life.begin_block()``.
         """
         before = self.life.state.entries
         ended = [one.caller for one in before if callers.is_done(one.caller)]
-        entry = self.life.begin_block(new_entry, ended, preferred, chosen)
-        if entry is new_entry:
-            callers.add(entry)
+        if self.life.begin_block(new_entry, ended, preferred):
+            return None
+        if new_entry.used is None:
+            callers.add(new_entry)
             for one in before:
                 # Perhaps this entry has taken the place of one of them.
                 self.forget_entry(one)
             # Its caller may end sooner than the hold is due.
             keeper.check_soon()
         self.watch.orphaned_since = None
-        return entry
+        return new_entry.used or new_entry
 
-    def undo_block(self, new_entry: Entry, chosen: list[Entry | None]) -> None:
+    def undo_block(self, new_entry: Entry) -> None:
         """Undo ``begin_block()`` for a block that did not begin."""
         if self.has_open(new_entry):
             self.cancel_entry(new_entry)
-            return
-        for entry in chosen:
-            if entry is not None:
-                self.life.undo_block(entry)
+        elif new_entry.used is not None:
+            self.life.undo_block(new_entry.used)
 
     def leave(
         self,
@@ -318,24 +309,31 @@ class Holding:
                 self.forget_entry(entry)
 
     def _leave(
-        self, event: Leave, entry: Entry | None, *, failed: bool, at_block_end: bool
+        self,
+        event: Callable[..., Effect],
+        entry: Entry | None,
+        *,
+        failed: bool,
+        at_block_end: bool,
     ) -> None:
+        """Leave by an event of ``Life``."""
         refuse_nested()
         # The work was committed under the lock, or undone.
         has_ended = self.whole is not None and self.has_ended_with_transaction()
         try:
             if has_ended and not at_block_end:
-                self._end_with_transaction(event)
+                # Nothing is to be released.
+                if event(verified=True) is Effect.RELEASE:
+                    self.end_silently()
                 return
             if not self.held:
                 self.end_if_expired()
             within = transactions_of(self)
-            if self.has_min_hold:
-                self.record_min_hold()
             effect = event(within, failed=failed)
             if effect is Effect.VERIFY:
-                self._verify_before_leave(partial(event, within, verified=True))
-                effect = event(within, failed=failed, verified=True)
+                verified = partial(event, within, verified=True)
+                self._verify_before_leave(verified)
+                effect = verified(failed=failed)
             if effect is Effect.NOTHING and self.life.state.reason is Reason.LOST:
                 # It was lost just now, and its on_lost has left the entry.
                 effect = Effect.LOST
@@ -350,25 +348,14 @@ class Holding:
             if entry is not None:
                 self.forget_entry(entry)
 
-    def record_min_hold(self) -> None:
-        for entry in self.life.state.entries:
-            self._min_hold_until = max(self._min_hold_until, entry.min_hold_until)
-
-    def _verify_before_leave(self, leave: Leave) -> None:
+    def _verify_before_leave(self, leave: Callable[..., Effect]) -> None:
         """Find a loss before an entry is left, after which the key stays taken."""
         try:
             if not (is_undone(self) or verify(self, max(1, self.count - 1))):
-                self.end_as_lost(self.why_gone())
+                self.end_as_lost()
         except BaseException:
             self.perform_quietly(leave(failed=True))
             raise
-
-    def _end_with_transaction(self, leave: Leave) -> None:
-        """Leave a hold whose transaction has ended. Nothing is to be released."""
-        if leave(verified=True) & Effect.RELEASE:
-            self.is_released = True
-            self.face = None
-            self.unwatch()
 
     def perform(self, effect: Effect) -> None:
         """Do what an event asks for, after a caller has left."""
@@ -379,29 +366,36 @@ class Holding:
             self.unwatch()
             self.send_release()
             return
-        if effect & Effect.RELEASE:
-            # It is lost. If no caller has acquired the key yet, the next one need not
-            # wait for the grace.
-            self.unwatch()
-            self.release_again()
-        if effect & Effect.REPORT:
-            self.report_loss()
+        self.perform_loss(effect)
         if effect & Effect.LOST:
             raise self.lost_error()
         if effect & Effect.REFUSED:
             raise explain.release_error(self)
 
-    def perform_quietly(self, effect: Effect) -> None:
-        """Do what an event asks for. An error is only logged."""
+    def perform_loss(self, effect: Effect) -> None:
+        """Do what a loss asks for. Only the log says that its release has failed."""
+        if effect & Effect.RELEASE:
+            # If no caller has acquired the key yet, the next one need not wait for the
+            # grace.
+            self.unwatch()
+            if keeper.is_current:
+                # The keeper's own thread sends no request.
+                keeper.post(self.release_again, self.backend)
+            else:
+                self.release_again()
         if effect & Effect.REPORT:
             self.report_loss()
+
+    def perform_quietly(self, effect: Effect) -> None:
+        """Do what the leave of an entry asks for. An error is only logged."""
         try:
-            self.perform(effect & ~(Effect.REPORT | Effect.LOST))
+            self.perform(effect & ~Effect.LOST)
         except LockError as trouble:
             logger.warning("%s", trouble)
 
     def cancel_entry(self, entry: Entry) -> None:
         """Leave an entry that its caller never received. Only log an error."""
+        entry.min_hold_until = 0.0
         try:
             self.perform_quietly(self.life.leave(entry, failed=True, verified=True))
         except BaseException:
@@ -417,7 +411,6 @@ class Holding:
 
         ``within`` are the transactions that keep the key, since they may still commit.
         """
-        self.record_min_hold()
         if entry is not None:
             self.life.leave(entry, within, failed=True, verified=True)
         state = self.life.state
@@ -453,7 +446,7 @@ class Holding:
                 self.backend.release,
                 self.claim,
                 failed=self.life.state.failed,
-                rest_for=self.min_hold_left if self.has_min_hold else 0.0,
+                rest_for=self.min_hold_left,
             )
         except LockBackendError as error:
             self.is_released = True
@@ -496,13 +489,12 @@ class Holding:
     def unwatch(self) -> None:
         """Stop watching a hold that has ended."""
         keeper.remove(self)
-        settlement = vars(self).pop("_settlement", None)
-        if settlement is not None and settlement.left_by is not None:
-            callers.remove(settlement.left_by)
+        vars(self).pop("_settlement", None)
+        if (left_by := self.life.state.left_by) is not None:
+            callers.remove(left_by)
 
     def end_silently(self) -> None:
-        """End a hold of a test, whose backend is gone. Nothing is sent or reported."""
-        self.life.exit()
+        """Forget a hold that has ended. Nothing is sent or reported."""
         self.is_released, self.face = True, None
         self.unwatch()
         self.forget_entries()
@@ -516,11 +508,12 @@ class Holding:
             callers.remove(entry)
 
     def send_ended(self, how: Any) -> None:
+        """Signal the end of the hold, unless it was signalled before."""
         face, self.face = self.face, None
-        if face is not None and keeper.is_current and has_receivers(face, how):
-            losses.send_in_thread(partial(send_event, how, face.lock, hold=face), face)
+        if face is not None and this_thread.is_keepers:
+            losses.send_in_thread(face, how, self.life)
         elif face is not None:
-            send_event(how, face.lock, hold=face)
+            losses.send(face, how, self.life)
 
     # The end of transactions.
 
@@ -533,7 +526,8 @@ class Holding:
     @property
     def to_settle(self) -> bool:
         """Return whether the transactions in which it was left have ended."""
-        return self.life.state.phase is Phase.LEFT and not self.life.is_kept
+        state = self.life.state
+        return state.phase is Phase.LEFT and not state.is_kept
 
     def settle(self) -> None:
         """Release a lease that was left, if its transactions have ended."""
@@ -545,36 +539,25 @@ class Holding:
 
     def lose(self, why: str) -> None:
         """End a hold because the backend has replied that the key is not held."""
-        self._perform_loss(self.life.lose(why))
+        self.perform_loss(self.life.lose(why))
 
     def expire(self, is_due: Callable[[], bool]) -> None:
         """End a hold if ``is_due()`` finds that its lease has run out."""
-        self._perform_loss(self.life.expire(self.lease.why_not(), is_due))
+        self.perform_loss(self.life.expire(self.lease.why_not(), is_due))
 
-    def _perform_loss(self, effect: Effect) -> None:
-        if effect & Effect.RELEASE:
-            # It was left in a transaction. The keeper's own thread sends no request.
-            if keeper.is_current:
-                keeper.post(self.release_again, self.backend)
-            else:
-                self.release_again()
-        if effect & Effect.REPORT:
-            self.report_loss()
-
-    def end_as_lost(self, why: str) -> LockLost:
-        """End the hold as lost, and return the error for its caller."""
-        self._end_for_caller(self.life.lose(why))
+    def end_as_lost(self) -> LockLost:
+        """End the hold, which is gone, and return the error for its caller."""
+        self._end_for_caller(self.life.lose(self.why_gone()))
         return self.lost_error()
 
-    def end_if_expired(self) -> bool:
-        """End a hold that cannot be held any more, and return whether it is over."""
+    def end_if_expired(self) -> None:
+        """End a hold that cannot be held any more."""
         if self.may_be_held:
-            return False
+            return
         effect = Effect.NOTHING
         if not self.is_over:
             effect = self.life.expire(self.lease.why_not(), self.has_run_out)
         self._end_for_caller(effect)
-        return self.is_over
 
     def _end_for_caller(self, effect: Effect) -> None:
         """Do what a loss asks for, of which the caller learns by an error.
@@ -583,7 +566,7 @@ class Holding:
         """
         if self.life.state.reason is not None:
             self.forget_entries()
-        self._perform_loss(effect)
+        self.perform_loss(effect)
 
     def forget_entries(self) -> None:
         for entry in self.life.state.entries:
@@ -595,5 +578,5 @@ class Holding:
     def report_loss(self) -> None:
         """Log the loss, call ``on_lost``, and send ``lock_lost``."""
         self.unwatch()
-        face, self.face = self.face, None
-        losses.report(face, self.life, self.lost_error())
+        logger.warning("%s", self.lost_error())
+        self.send_ended("lost")

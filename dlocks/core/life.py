@@ -14,11 +14,14 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Collection, Iterable
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import wraps
+from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol
 
 from dlocks.core.entry import Entry
 from dlocks.runtime.threads import new_mutex
+
+P = ParamSpec("P")
 
 
 class Phase(enum.Enum):
@@ -89,18 +92,62 @@ class State(NamedTuple):
     marks: tuple[Transaction, ...] = ()
     # The entry that has offered the hold to another process.
     offered: Entry | None = None
-    # The last entry that was left, while a transaction keeps the key.
+    # The last entry that was left, if a transaction has kept the key after it.
     left_by: Entry | None = None
     # The locks that learn of a loss: those of the entries that were open then, or that
     # of the last one that was left.
     locks: tuple[Any, ...] = ()
     # Whether an entry was left because its work has failed.
     failed: bool = False
-    # Until when its lease lasts, by the clock of this process.
+    # Until when its lease lasts, and until when the key stays taken because of a
+    # ``min_hold`` of an entry that was left, by the clock of this process.
     deadline: float = math.inf
+    min_hold_until: float = 0.0
     reason: Reason | None = None
     # Why it was lost, for people.
     why: str = ""
+
+    @property
+    def is_kept(self) -> bool:
+        """Return whether an open transaction keeps the key."""
+        if not (self.pins or self.marks):
+            # Usually there are none, and this is the only cost.
+            return False
+        return bool(_standing(self.pins) or _standing(self.marks))
+
+    @property
+    def is_pinned(self) -> bool:
+        """Return whether an open transaction of ``hold.atomic()`` keeps the key."""
+        return bool(self.pins and _standing(self.pins))
+
+
+Next = tuple[State, Effect]
+
+
+def event(
+    rule: Callable[Concatenate[Life, State, P], Next],
+) -> Callable[Concatenate[Life, P], Effect]:
+    """Make a rule an event of ``Life``: one critical section.
+
+    The rule receives the state as ``old``. The event replaces it by the next state, and
+    returns the effect.
+    """
+
+    @wraps(rule)
+    def apply(self: Life, /, *args: P.args, **kwargs: P.kwargs) -> Effect:
+        with self._mutex:
+            while True:
+                old = self.state
+                new, effect = rule(self, old, *args, **kwargs)
+                if self.state is not old:
+                    # A signal handler of this thread has changed it meanwhile.
+                    continue
+                # No call lies between the comparison and this assignment, so no
+                # handler can strike there.
+                self.state = new
+                return effect
+
+    return apply
 
 
 class Life:
@@ -117,133 +164,112 @@ class Life:
     ) -> None:
         self._mutex = new_mutex()
         blocks = (entry,) if block else ()
-        # Only ``_apply()`` writes it. Reading it is atomic.
+        # Only events write it. Reading it is atomic.
         self.state = State(Phase.HELD, (entry,), blocks, deadline=deadline)
 
     def replace_mutex(self) -> None:
         """Make a new mutex in a forked child. A thread of the parent may have it."""
         self._mutex = new_mutex()
 
-    @property
-    def is_kept(self) -> bool:
-        """Return whether an open transaction keeps the key."""
-        return _kept(self.state)
-
-    @property
-    def is_pinned(self) -> bool:
-        """Return whether an open transaction of ``hold.atomic()`` keeps the key."""
-        return bool(self.state.pins and _standing(self.state.pins))
-
-    def enter(self, entry: Entry, *, block: bool = False) -> bool:
-        """Add an entry. Return False if the caller makes a claim instead.
+    @event
+    def enter(self, old: State, entry: Entry, *, block: bool = False) -> Next:
+        """Add an entry, or return LOST if the caller makes a claim instead.
 
         The marks stay, because another thread may be in their transactions. Until
         ``receive()``, only its own caller leaves the entry.
         """
+        if old.phase not in (Phase.HELD, Phase.LEFT):
+            return old, Effect.LOST
+        return old._replace(
+            phase=Phase.HELD,
+            entries=(*old.entries, entry),
+            left_by=None,
+            blocks=(*old.blocks, entry) if block else old.blocks,
+            arriving=(*old.arriving, entry),
+        ), Effect.NOTHING
 
-        def rule(old: State) -> tuple[State, Effect]:
-            if old.phase not in (Phase.HELD, Phase.LEFT):
-                return old, Effect.LOST
-            return _opened(old, entry, block=block), Effect.NOTHING
-
-        return not self._apply(rule)
-
-    def receive(self, entry: Entry) -> None:
+    @event
+    def receive(self, old: State, entry: Entry) -> Next:
         """Let the caller of an entry have the hold, which was verified."""
+        arriving = _without(old.arriving, (entry,))
+        return old._replace(arriving=arriving), Effect.NOTHING
 
-        def rule(old: State) -> tuple[State, Effect]:
-            arriving = _without(old.arriving, (entry,))
-            return old._replace(arriving=arriving), Effect.NOTHING
-
-        if entry in self.state.arriving:
-            self._apply(rule)
-
+    @event
     def begin_block(
         self,
+        old: State,
         new_entry: Entry,
         ended: Collection[object] = (),
         preferred: Entry | None = None,
-        chosen: list[Entry | None] | None = None,
-    ) -> Entry | None:
-        """Return the entry that a ``with hold`` block uses, or None.
+    ) -> Next:
+        """Choose the entry that a ``with hold`` block uses, or return LOST.
 
         It is ``preferred``, or the newest entry, among those of the same caller that no
-        block uses yet. Members of several keys come last. Another thread uses its new
-        entry, in the place of one that a caller in ``ended`` has left behind. So
-        neither frees the key under the other. None means that the hold has ended, or
-        that a block uses each entry of this caller. The result is also in ``chosen``,
-        even if an interrupt follows.
+        block uses yet: ``new_entry.used``. Members of several keys come last. Another
+        thread uses its new entry, in the place of one that a caller in ``ended`` has
+        left behind. So neither frees the key under the other. LOST means that the hold
+        has ended, or that a block uses each entry of this caller.
         """
-        chosen = [] if chosen is None else chosen
+        new_entry.used = None
+        if old.phase is not Phase.HELD:
+            return old, Effect.LOST
+        mine = [new_entry.caller]
+        free = _without(old.entries, (*old.blocks, *old.arriving))
+        new = old
+        if own := _of_callers(free, mine):
+            entry = preferred if preferred in own else (_alone(own) or own)[-1]
+            new_entry.used = entry
+        elif _of_callers(old.entries, mine):
+            return old, Effect.LOST
+        else:
+            entry = new_entry
+            if behind := _of_callers(free, ended)[-1:]:
+                new = old._replace(entries=_without(old.entries, behind))
+                entry.lock = behind[0].lock
+                entry.min_hold_until = behind[0].min_hold_until
+            new = new._replace(entries=(*new.entries, entry))
+        return new._replace(blocks=(*new.blocks, entry)), Effect.NOTHING
 
-        def rule(old: State) -> tuple[State, Effect]:
-            chosen[:] = [None]
-            if old.phase is not Phase.HELD:
-                return old, Effect.NOTHING
-            mine = _of_caller(old.entries, new_entry.caller)
-            free = _without(old.entries, (*old.blocks, *old.arriving))
-            if own := _of_caller(free, new_entry.caller):
-                entry = preferred if preferred in own else (_alone(own) or own)[-1]
-                new = old
-            elif mine:
-                return old, Effect.NOTHING
-            else:
-                entry, new = new_entry, old
-                if behind := _of_callers(free, ended)[-1:]:
-                    new = old._replace(entries=_without(old.entries, behind))
-                    entry.lock = behind[0].lock
-                    entry.min_hold_until = behind[0].min_hold_until
-                new = new._replace(entries=(*new.entries, entry))
-            chosen[:] = [entry]
-            return new._replace(blocks=(*new.blocks, entry)), Effect.NOTHING
-
-        self._apply(rule)
-        return chosen[0]
-
-    def undo_block(self, entry: Entry) -> None:
+    @event
+    def undo_block(self, old: State, entry: Entry) -> Next:
         """Undo ``begin_block()`` if the block did not begin. The entry stays open."""
+        return old._replace(blocks=_without(old.blocks, [entry])), Effect.NOTHING
 
-        def rule(old: State) -> tuple[State, Effect]:
-            return old._replace(blocks=_without(old.blocks, [entry])), Effect.NOTHING
-
-        self._apply(rule)
-
+    @event
     def leave(
         self,
+        old: State,
         entry: Entry,
-        transactions: Iterable[Transaction] = (),
+        within: Sequence[Transaction] = (),
         *,
         failed: bool = False,
         verified: bool = False,
         by: object = None,
-    ) -> Effect:
+    ) -> Next:
         """Leave an entry. To leave it again does nothing.
 
         ``by`` is another caller that leaves it. It leaves no entry that a block uses.
 
-        ``transactions`` are those of the leaving thread that keep the key until they
-        end. If the key stays, the first call returns VERIFY. The entry is open during
-        that request, so no other caller releases the key, and a key that is gone is a
-        loss. A leave that releases the key needs no such request, because the reply to
-        the release says the same.
+        ``within`` are the transactions of the leaving thread that keep the key until
+        they end. If the key stays, the first call returns VERIFY. The entry is open
+        during that request, so no other caller releases the key, and a key that is gone
+        is a loss. A leave that releases the key needs no such request, because the
+        reply to the release says the same.
         """
-        within = tuple(transactions)
+        if by not in (None, entry.caller) and entry in old.blocks:
+            return old, Effect.REFUSED
+        return _leave(old, entry, within, failed=failed, verified=verified)
 
-        def rule(old: State) -> tuple[State, Effect]:
-            if by not in (None, entry.caller) and entry in old.blocks:
-                return old, Effect.REFUSED
-            return _leave(old, entry, within, failed=failed, verified=verified)
-
-        return self._apply(rule)
-
+    @event
     def leave_one(
         self,
+        old: State,
         caller: object,
-        transactions: Iterable[Transaction] = (),
+        within: Sequence[Transaction] = (),
         *,
         failed: bool = False,
         verified: bool = False,
-    ) -> Effect:
+    ) -> Next:
         """Leave the newest entry of a caller, or the oldest one that no block uses.
 
         Entries that no block uses come first, also among the caller's own ones, and
@@ -251,248 +277,185 @@ class Life:
         thread may release the hold that another thread has acquired, but not from under
         a block. Then the effect is REFUSED.
         """
-        within = tuple(transactions)
+        received = _without(old.entries, old.arriving)
+        free = _without(received, old.blocks)
+        # Its own block ends early only if the caller has no other entry. A member
+        # of several keys is left only if there is no other entry.
+        own, mine = _of_callers(free, (caller,)), _of_callers(received, (caller,))
+        if mine:
+            entry = (_alone(own) or _alone(mine) or own or mine)[-1]
+        elif free:
+            entry = (_alone(free) or free)[0]
+        else:
+            return old, Effect.REFUSED if old.entries else Effect.NOTHING
+        return _leave(old, entry, within, failed=failed, verified=verified)
 
-        def rule(old: State) -> tuple[State, Effect]:
-            received = _without(old.entries, old.arriving)
-            free = _without(received, old.blocks)
-            # Its own block ends early only if the caller has no other entry. A member
-            # of several keys is left only if there is no other entry.
-            own, mine = _of_caller(free, caller), _of_caller(received, caller)
-            if mine:
-                entry = (_alone(own) or _alone(mine) or own or mine)[-1]
-            elif free:
-                entry = (_alone(free) or free)[0]
-            else:
-                return old, Effect.REFUSED if old.entries else Effect.NOTHING
-            return _leave(old, entry, within, failed=failed, verified=verified)
-
-        return self._apply(rule)
-
-    def pin(self, transaction: Transaction) -> Effect:
+    @event
+    def pin(self, old: State, transaction: Transaction) -> Next:
         """Let a transaction keep the key from now on, or return LOST."""
+        if old.phase not in (Phase.HELD, Phase.LEFT):
+            return old, Effect.LOST
+        pins = (*_standing(old.pins), transaction)
+        return old._replace(pins=pins, guards=old.guards + 1), Effect.NOTHING
 
-        def rule(old: State) -> tuple[State, Effect]:
-            if old.phase not in (Phase.HELD, Phase.LEFT):
-                return old, Effect.LOST
-            pins = (*_standing(old.pins), transaction)
-            return old._replace(pins=pins, guards=old.guards + 1), Effect.NOTHING
-
-        return self._apply(rule)
-
-    def unpin(self, transaction: Transaction | None = None) -> None:
+    @event
+    def unpin(self, old: State, transaction: Transaction | None = None) -> Next:
         """Forget the pins that do not stand, and one whose request has failed.
 
         The thread of a transaction calls it, because it alone knows of a connection
         that was lost.
         """
+        pins = list(_standing(old.pins))
+        if transaction in pins:
+            pins.remove(transaction)
+        return old._replace(pins=tuple(pins)), Effect.NOTHING
 
-        def rule(old: State) -> tuple[State, Effect]:
-            pins = list(_standing(old.pins))
-            if transaction in pins:
-                pins.remove(transaction)
-            return old._replace(pins=tuple(pins)), Effect.NOTHING
-
-        self._apply(rule)
-
-    def settle(self) -> Effect:
+    @event
+    def settle(self, old: State) -> Next:
         """End a hold that was left, if no transaction keeps it any more.
 
         The end of each transaction calls it, and so does the timer, since a rollback
         calls nothing.
         """
+        return _settled(old) if old.phase is Phase.LEFT else (old, Effect.NOTHING)
 
-        def rule(old: State) -> tuple[State, Effect]:
-            return _settled(old) if old.phase is Phase.LEFT else (old, Effect.NOTHING)
-
-        return self._apply(rule)
-
-    def set_deadline(self, rule_of_lease: Callable[[float], float]) -> None:
+    @event
+    def set_deadline(self, old: State, rule_of_lease: Callable[[float], float]) -> Next:
         """Replace the deadline of the lease by what a rule makes of it."""
+        return old._replace(deadline=rule_of_lease(old.deadline)), Effect.NOTHING
 
-        def rule(old: State) -> tuple[State, Effect]:
-            deadline = rule_of_lease(old.deadline)
-            return old._replace(deadline=deadline), Effect.NOTHING
-
-        self._apply(rule)
-
-    def expire(self, why: str, is_due: Callable[[], bool]) -> Effect:
+    @event
+    def expire(self, old: State, why: str, is_due: Callable[[], bool]) -> Next:
         """End a hold whose lease has run out, unless a transaction keeps the key.
 
         ``is_due()`` looks at the deadline in the same section. So a renewal comes
         before the look, or after the end.
         """
+        if old.phase is not Phase.ENDED and (_standing(old.pins) or not is_due()):
+            return old, Effect.NOTHING
+        return _lose(old, why)
 
-        def rule(old: State) -> tuple[State, Effect]:
-            if old.phase is not Phase.ENDED and (_standing(old.pins) or not is_due()):
-                return old, Effect.NOTHING
-            return _lose(old, why)
-
-        return self._apply(rule)
-
-    def lose(self, why: str) -> Effect:
+    @event
+    def lose(self, old: State, why: str) -> Next:
         """End a hold because the backend has replied that the key is not held.
 
         No pin is an objection: its transaction has not locked the row yet, and will
         find the same. Return LOST also if the hold was lost before.
         """
-        return self._apply(lambda old: _lose(old, why))
+        return _lose(old, why)
 
-    def not_released(self, why: str) -> Effect:
+    @event
+    def not_released(self, old: State, why: str) -> Next:
         """Record the reply to the release: the key was already gone."""
+        if old.reason is not Reason.RELEASED:
+            return old, Effect.NOTHING
+        new = old._replace(reason=Reason.LOST, why=why)
+        return new, Effect.REPORT | Effect.LOST
 
-        def rule(old: State) -> tuple[State, Effect]:
-            if old.reason is not Reason.RELEASED:
-                return old, Effect.NOTHING
-            new = old._replace(reason=Reason.LOST, why=why)
-            return new, Effect.REPORT | Effect.LOST
-
-        return self._apply(rule)
-
-    def orphan(self, ended: Collection[object], why: str = "") -> Effect:
+    @event
+    def orphan(self, old: State, ended: Collection[object], why: str = "") -> Next:
         """End a hold if the callers of all its entries are in ``ended``.
 
         It stays while a transaction keeps it, whose thread is at work.
         """
+        if (
+            old.phase is not Phase.HELD
+            or old.is_kept
+            or len(_of_callers(old.entries, ended)) < len(old.entries)
+        ):
+            return old, Effect.NOTHING
+        return _end(old, Reason.ORPHANED, why), Effect.RELEASE | Effect.REPORT
 
-        def rule(old: State) -> tuple[State, Effect]:
-            if (
-                old.phase is not Phase.HELD
-                or _kept(old)
-                or len(_of_callers(old.entries, ended)) < len(old.entries)
-            ):
-                return old, Effect.NOTHING
-            return _end(old, Reason.ORPHANED, why), Effect.RELEASE | Effect.REPORT
-
-        return self._apply(rule)
-
-    def exit(self, why: str = "") -> Effect:
+    @event
+    def exit(self, old: State, why: str = "") -> Next:
         """End a hold because its process ends. An open block gets LockLost at its end.
 
         A hold that a transaction keeps stays with it. The process ends both.
         """
-
-        def rule(old: State) -> tuple[State, Effect]:
-            if old.phase is Phase.ENDED:
-                return old, Effect.NOTHING
-            if old.phase is Phase.LEFT:
-                return _settled(old)
-            if _kept(old):
-                return old, Effect.NOTHING
-            report = Effect.REPORT if old.blocks else Effect.NOTHING
-            return _end(old, Reason.EXIT, why), Effect.RELEASE | report
-
-        return self._apply(rule)
+        if old.phase is Phase.LEFT:
+            return _settled(old)
+        if old.phase is Phase.ENDED or old.is_kept:
+            return old, Effect.NOTHING
+        report = Effect.REPORT if old.blocks else Effect.NOTHING
+        return _end(old, Reason.EXIT, why), Effect.RELEASE | report
 
     # To pass a hold to another process.
 
-    def offer(self, callers: Collection[object], offered: list[Entry]) -> bool:
-        """Begin to pass the hold to another process, and return whether it can be.
+    @event
+    def offer(
+        self, old: State, callers: Collection[object], offered: list[Entry]
+    ) -> Next:
+        """Begin to pass the hold to another process, or return LOST.
 
         It needs one entry, and no transaction that keeps the key. If a block uses the
         entry, it is a block of one of these callers. The entry is also in ``offered``,
         even if an interrupt follows.
         """
+        offered.clear()
+        if (
+            old.phase is not Phase.HELD
+            or len(old.entries) != 1
+            or (old.blocks and old.blocks[0].caller not in callers)
+            or old.is_kept
+        ):
+            return old, Effect.LOST
+        offered.append(old.entries[0])
+        new = old._replace(phase=Phase.DETACHING, offered=old.entries[0])
+        return new, Effect.NOTHING
 
-        def rule(old: State) -> tuple[State, Effect]:
-            offered.clear()
-            if (
-                old.phase is not Phase.HELD
-                or len(old.entries) != 1
-                or (old.blocks and old.blocks[0].caller not in callers)
-                or _kept(old)
-            ):
-                return old, Effect.LOST
-            offered.append(old.entries[0])
-            new = old._replace(phase=Phase.DETACHING, offered=old.entries[0])
-            return new, Effect.NOTHING
-
-        return not self._apply(rule)
-
-    def detach(self) -> bool:
+    @event
+    def detach(self, old: State) -> Next:
         """End the hold, because its lease now waits for the other process.
 
-        Return False if it has ended meanwhile, or was left in a transaction, before
+        Return LOST if it has ended meanwhile, or was left in a transaction, before
         whose end no other process may begin. Then the text is worth nothing.
         """
+        if old.phase is not Phase.DETACHING or old.is_kept:
+            return old, Effect.LOST
+        return _end(old, Reason.DETACHED), Effect.NOTHING
 
-        def rule(old: State) -> tuple[State, Effect]:
-            if old.phase is not Phase.DETACHING or _kept(old):
-                return old, Effect.LOST
-            return _end(old, Reason.DETACHED), Effect.NOTHING
-
-        return not self._apply(rule)
-
-    def withdraw(self) -> Effect:
+    @event
+    def withdraw(self, old: State) -> Next:
         """Continue after a request that could not pass the hold on.
 
         If its entry was left meanwhile, this is its last leave.
         """
+        if old.phase is not Phase.DETACHING:
+            return old, Effect.NOTHING
+        held = old._replace(phase=Phase.HELD, offered=None)
+        return (held, Effect.NOTHING) if old.entries else _settled(held)
 
-        def rule(old: State) -> tuple[State, Effect]:
-            if old.phase is not Phase.DETACHING:
-                return old, Effect.NOTHING
-            held = old._replace(phase=Phase.HELD, offered=None)
-            return (held, Effect.NOTHING) if old.entries else _settled(held)
-
-        return self._apply(rule)
-
-    def recall(self, why: str) -> Effect:
+    @event
+    def recall(self, old: State, why: str) -> Next:
         """End a hold that is being detached, or was, because the text is lost.
 
         A block of its entry may go on after the interrupt, and learns of the loss.
         """
-
-        def rule(old: State) -> tuple[State, Effect]:
-            if old.phase is not Phase.DETACHING and old.reason is not Reason.DETACHED:
-                return old, Effect.NOTHING
-            if not old.entries:
-                return _settled(old)
-            return _end(old, Reason.RECALLED, why), Effect.RELEASE | Effect.REPORT
-
-        return self._apply(rule)
-
-    def _apply(self, rule: Callable[[State], tuple[State, Effect]]) -> Effect:
-        """Replace the state by what a rule makes of it, and return the effect."""
-        with self._mutex:
-            while True:
-                old = self.state
-                new, effect = rule(old)
-                if self.state is not old:
-                    # A signal handler of this thread has changed it meanwhile.
-                    continue
-                # No call lies between the comparison and this assignment, so no
-                # handler can strike there.
-                self.state = new
-                return effect
+        if old.phase is not Phase.DETACHING and old.reason is not Reason.DETACHED:
+            return old, Effect.NOTHING
+        if not old.entries:
+            return _settled(old)
+        return _end(old, Reason.RECALLED, why), Effect.RELEASE | Effect.REPORT
 
 
 # The rules that several events share.
 
 
-def _opened(old: State, entry: Entry, *, block: bool) -> State:
-    return old._replace(
-        phase=Phase.HELD,
-        entries=(*old.entries, entry),
-        left_by=None,
-        blocks=(*old.blocks, entry) if block else old.blocks,
-        arriving=(*old.arriving, entry),
-    )
-
-
 def _leave(
     old: State,
     entry: Entry,
-    within: tuple[Transaction, ...],
+    within: Sequence[Transaction],
     *,
     failed: bool,
     verified: bool,
-) -> tuple[State, Effect]:
+) -> Next:
     if entry not in old.entries:
         return old, Effect.NOTHING
     failed = failed or old.failed
+    until = max(old.min_hold_until, entry.min_hold_until)
     if old.phase is Phase.ENDED:
-        new = old._replace(entries=_without(old.entries, (entry,)), failed=failed)
+        rest = _without(old.entries, (entry,))
+        new = old._replace(entries=rest, failed=failed, min_hold_until=until)
         return new, _effect_after_end(new, entry)
     is_last = len(old.entries) == 1
     marks = old.marks
@@ -520,6 +483,7 @@ def _leave(
         left_by=entry if is_kept else None,
         locks=(entry.lock,),
         failed=failed,
+        min_hold_until=until,
         reason=reason,
     ), effect
 
@@ -535,14 +499,14 @@ def _effect_after_end(new: State, entry: Entry) -> Effect:
     return Effect.LOST
 
 
-def _settled(old: State) -> tuple[State, Effect]:
+def _settled(old: State) -> Next:
     """Return the state of a hold without entries, kept by a transaction or ended."""
-    if _kept(old):
+    if old.is_kept:
         return old._replace(phase=Phase.LEFT), Effect.NOTHING
     return _end(old, Reason.RELEASED), Effect.RELEASE
 
 
-def _lose(old: State, why: str) -> tuple[State, Effect]:
+def _lose(old: State, why: str) -> Next:
     if old.phase is Phase.ENDED:
         # A key that was released is not lost.
         lost = old.reason not in (Reason.RELEASED, Reason.DETACHED)
@@ -559,19 +523,11 @@ def _end(old: State, reason: Reason, why: str = "") -> State:
         phase=Phase.ENDED,
         pins=(),
         marks=(),
-        left_by=None,
         locks=tuple([entry.lock for entry in old.entries]) or old.locks,
         failed=old.failed or reason in (Reason.ORPHANED, Reason.EXIT),
         reason=reason,
         why=why,
     )
-
-
-def _kept(state: State) -> bool:
-    if not (state.pins or state.marks):
-        # Usually there are none, and this is the only cost.
-        return False
-    return bool(_standing(state.pins) or _standing(state.marks))
 
 
 def _standing(transactions: Iterable[Transaction]) -> tuple[Transaction, ...]:
@@ -588,10 +544,6 @@ def _alone(entries: Iterable[Entry]) -> tuple[Entry, ...]:
     That hold leaves its own entries itself.
     """
     return tuple([entry for entry in entries if not entry.is_member])
-
-
-def _of_caller(entries: Iterable[Entry], caller: object) -> tuple[Entry, ...]:
-    return tuple([entry for entry in entries if entry.caller is caller])
 
 
 def _of_callers(

@@ -7,15 +7,12 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 from django.db import connections
 
 from dlocks.core.life import Life
-from dlocks.exceptions import LockLost
-from dlocks.runtime.keeper import keeper
-from dlocks.signals import is_interrupt, send_event
+from dlocks.signals import Event, has_receivers, is_interrupt, send_event
 
 logger = logging.getLogger("dlocks")
 
@@ -44,30 +41,21 @@ class LossOfMember:
         return None
 
 
-def report(face: Any, life: Life, error: LockLost) -> None:
-    """Log a loss, call ``on_lost``, and send ``lock_lost``.
+def send_in_thread(face: Any, how: Event, life: Life) -> None:
+    """Let another thread signal the end of a hold, if it calls code of users.
 
-    ``face`` is the hold for its callers, or None if it was reported before.
-    """
-    logger.warning("%s", error)
-    if face is not None and keeper.is_current:
-        send_in_thread(partial(_send, face, life), face)
-    elif face is not None:
-        _send(face, life)
-
-
-def send_in_thread(send: Callable[[], None], face: Any) -> None:
-    """Let a thread call a function that signals the end of a hold.
-
-    It calls user code, which must not keep the keeper from the other holds.
+    That code must not keep the keeper from the other holds.
     """
 
     def send_and_disconnect() -> None:
         try:
-            send()
+            send(face, how, life)
         finally:
             connections.close_all()
 
+    if how != "lost" and not has_receivers(face, how):
+        send(face, how, life)
+        return
     try:
         threading.Thread(
             target=send_and_disconnect, name="dlocks-ended", daemon=True
@@ -80,9 +68,10 @@ def send_in_thread(send: Callable[[], None], face: Any) -> None:
         send_and_disconnect()
 
 
-def _send(face: Any, life: Life) -> None:
-    send_event("lost", face.lock, hold=face)
-    for on_lost, hold in _callbacks(face, life):
+def send(face: Any, how: Event, life: Life) -> None:
+    """Signal the end of a hold. Call ``on_lost`` if it is lost."""
+    send_event(how, face.lock, hold=face)
+    for on_lost, hold in _callbacks(face, life) if how == "lost" else ():
         try:
             on_lost(hold)
         except Exception as error:

@@ -63,18 +63,12 @@ class Settlement:
 
     def __init__(self, hold: Any) -> None:
         self.hold = hold
-        # The entry by which its caller finds the hold meanwhile.
-        self.left_by: Entry | None = None
         # Set when the release was sent.
         self._sent = Latch()
 
     def begin(self) -> None:
         """Let each of the transactions settle the hold at its end."""
         state = self.hold.life.state
-        before, self.left_by = self.left_by, state.left_by
-        if before is not None:
-            # The hold was entered again meanwhile.
-            self.hold.forget_entry(before)
         for marker in (*state.pins, *state.marks):
             if self.settle not in marker.at_commit:
                 marker.at_commit.append(self.settle)

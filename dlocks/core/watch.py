@@ -98,7 +98,7 @@ class Watch:
             and clock.now() >= since + LOOK_EVERY
             and _has_no_caller(hold)
             and hold.held
-            and not hold.life.is_kept
+            and not hold.life.state.is_kept
         )
 
     def end_orphaned(self, hold: Any) -> None:

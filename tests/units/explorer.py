@@ -170,7 +170,7 @@ def block(name: str = "B", *, cancelled: bool = False, **end: Any) -> Caller:
 
     def steps(w: World) -> Steps:
         entry = Entry(name)
-        if not w.saw(name, w.life.enter(entry, block=True)):
+        if w.saw(name, w.life.enter(entry, block=True)):
             # The caller makes a claim of its own.
             return
         gone = yield from verify(w, name)
@@ -188,7 +188,7 @@ def abandoner(name: str = "B") -> Caller:
 
     def steps(w: World) -> Steps:
         entry = Entry(name)
-        if w.saw(name, w.life.enter(entry)):
+        if not w.saw(name, w.life.enter(entry)):
             yield
             w.life.receive(entry)
         yield
@@ -237,12 +237,12 @@ def undone() -> Caller:
 
     def steps(w: World) -> Steps:
         new = Entry("A")
-        entry = w.saw("A", w.life.begin_block(new))
+        refused = w.saw("A", w.life.begin_block(new))
         yield
-        if entry is new:
+        if new.used is not None:
+            w.life.undo_block(w.saw("A", new.used))
+        elif not refused:
             yield from perform(w, "A", w.life.leave(new, failed=True, verified=True))
-        elif entry is not None:
-            w.life.undo_block(entry)
 
     return steps
 
@@ -260,8 +260,9 @@ def user(name: str = "U", ended: Sequence[str] = ()) -> Caller:
     """Use the hold of another thread in a ``with hold`` block."""
 
     def steps(w: World) -> Steps:
-        entry = w.saw(name, w.life.begin_block(Entry(name), ended))
-        if entry is not None:
+        new = Entry(name)
+        if not w.saw(name, w.life.begin_block(new, ended)):
+            entry = w.saw(name, new.used or new)
             w.inside[name] = w.owner == "hold"
             yield
             yield from end_of(w, name, entry)
@@ -305,7 +306,7 @@ def detacher(name: str = "A", *, fails: bool = False, interrupted: str = "") -> 
     """
 
     def steps(w: World) -> Steps:
-        if not w.saw(name, w.life.offer([name], [])):
+        if w.saw(name, w.life.offer([name], [])):
             return
         yield
         if fails:
@@ -315,7 +316,7 @@ def detacher(name: str = "A", *, fails: bool = False, interrupted: str = "") -> 
                 w.saw(name, w.life.detach())
                 yield
             yield from perform(w, f"{name}'", w.life.recall("in vain"))
-        elif w.saw(name, w.life.detach()):
+        elif not w.saw(name, w.life.detach()):
             w.detached = True
             if w.reports:
                 w.problems.append("a lost hold is passed on")

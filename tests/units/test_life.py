@@ -157,19 +157,19 @@ MISTAKES = {
     ),
     "an interrupted detach keeps the key": (
         "an interrupted detach",
-        "_settled(old)\n            return _end(old, Reason.RECALLED",
-        "old, Effect.NOTHING\n            return _end(old, Reason.RECALLED",
+        "_settled(old)\n        return _end(old, Reason.RECALLED",
+        "old, Effect.NOTHING\n        return _end(old, Reason.RECALLED",
     ),
     "an interrupted detach frees the key before a commit": (
         "an interrupted detach and a leave in a transaction",
-        "_settled(old)\n            return _end(old, Reason.RECALLED",
+        "_settled(old)\n        return _end(old, Reason.RECALLED",
         """\
 _end(old, Reason.RELEASED), Effect.RELEASE
-            return _end(old, Reason.RECALLED""",
+        return _end(old, Reason.RECALLED""",
     ),
     "a hold is passed on before a commit": (
         "a detach and a leave in a transaction",
-        "if old.phase is not Phase.DETACHING or _kept(old):",
+        "if old.phase is not Phase.DETACHING or old.is_kept:",
         "if old.phase is not Phase.DETACHING:",
     ),
     "an interrupted detach ends a block in silence": (
@@ -179,13 +179,13 @@ _end(old, Reason.RELEASED), Effect.RELEASE
     ),
     "a leave forgets the guards": (
         "a guard",
-        "return bool(_standing(state.pins) or _standing(state.marks))",
-        "return bool(_standing(state.marks))",
+        "return bool(_standing(self.pins) or _standing(self.marks))",
+        "return bool(_standing(self.marks))",
     ),
     "a new entry forgets the transactions": (
         "entries after a leave in a transaction",
-        "        phase=Phase.HELD,\n        entries=(*old.entries, entry),",
-        "        phase=Phase.HELD, marks=(),\n        entries=(*old.entries, entry),",
+        "left_by=None,",
+        "left_by=None, marks=(),",
     ),
     "only the last leave counts its transactions": (
         "entries after a leave in a transaction",
@@ -199,8 +199,8 @@ _end(old, Reason.RELEASED), Effect.RELEASE
     ),
     "an orphan is released under a transaction": (
         "orphans of a transaction",
-        "                or _kept(old)\n                or len(_of_callers",
-        "                or len(_of_callers",
+        "            or old.is_kept\n            or len(_of_callers",
+        "            or len(_of_callers",
     ),
     "an expired lease is lost under a guard": (
         "a guard of a lost hold",
@@ -225,8 +225,8 @@ _end(old, Reason.RELEASED), Effect.RELEASE
     "a detach of a lost hold succeeds": (
         "a detach of a lost hold",
         """\
-            if old.phase is not Phase.DETACHING or _kept(old):
-                return old, Effect.LOST
+        if old.phase is not Phase.DETACHING or old.is_kept:
+            return old, Effect.LOST
 """,
         "",
     ),
@@ -239,8 +239,8 @@ _end(old, Reason.RELEASED), Effect.RELEASE
     ),
     "another thread releases under a block": (
         "blocks of other threads",
-        "            elif free:\n                entry = (_alone(free) or free)[0]\n",
-        "            elif received:\n                entry = received[0]\n",
+        "        elif free:\n            entry = (_alone(free) or free)[0]\n",
+        "        elif received:\n            entry = received[0]\n",
     ),
     "an entry is verified after it was left": (
         "a guard",
@@ -251,10 +251,10 @@ _end(old, Reason.RELEASED), Effect.RELEASE
     "a release that found no key is no loss": (
         "a clear",
         """\
-            new = old._replace(reason=Reason.LOST, why=why)
-            return new, Effect.REPORT | Effect.LOST
+        new = old._replace(reason=Reason.LOST, why=why)
+        return new, Effect.REPORT | Effect.LOST
 """,
-        "            return old, Effect.NOTHING\n",
+        "        return old, Effect.NOTHING\n",
     ),
     "a leave counts twice": (
         "two leaves of one entry",
@@ -273,7 +273,7 @@ def life_with(*changes):
     names = {"__name__": "mistaken"}
     exec(compile(text, "mistaken", "exec"), names)
     # The explorer compares with the words of the real module.
-    for word in ("Effect", "Phase", "Reason", "State"):
+    for word in ("Effect", "Phase", "Reason"):
         names[word] = getattr(life, word)
     return names["Life"]
 
