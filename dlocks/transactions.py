@@ -29,9 +29,9 @@ class TransactionMarker:
         self,
         connection: BaseDatabaseWrapper,
         savepoints: set[str],
-        block: Any = None,
+        block: Any,
         *,
-        first: bool = False,
+        first: bool,
     ) -> None:
         # Weak, because model instances keep their marker.
         self._reference = weakref.ref(connection)
@@ -59,7 +59,7 @@ class TransactionMarker:
     @classmethod
     def here(cls, connection: BaseDatabaseWrapper) -> Self:
         """Return a marker of this point, until its rollback or the final commit."""
-        return cls._at(connection, _savepoints_of(connection), None)
+        return cls._at(connection, _savepoints_of(connection))
 
     @classmethod
     def whole(cls, connection: BaseDatabaseWrapper) -> Self:
@@ -90,11 +90,7 @@ class TransactionMarker:
         """
         if why_end_is_unknown(connection) is not None or in_testcase(connection):
             return None
-        savepoints = _savepoints_of(connection)
-        for found, marker, *_ in connection.run_on_commit[:1]:
-            if isinstance(marker, cls) and marker._first and found == savepoints:
-                return marker
-        return cls(connection, savepoints, first=True)
+        return cls._at(connection, _savepoints_of(connection), first=True)
 
     @staticmethod
     def _block_of_test(connection: BaseDatabaseWrapper) -> Any:
@@ -106,18 +102,23 @@ class TransactionMarker:
 
     @classmethod
     def _at(
-        cls, connection: BaseDatabaseWrapper, savepoints: set[str], block: Any
+        cls,
+        connection: BaseDatabaseWrapper,
+        savepoints: set[str],
+        block: Any = None,
+        *,
+        first: bool = False,
     ) -> Self:
         """Return the marker that is there already, or a new one."""
         for found, marker, *_ in reversed(connection.run_on_commit):
             if (
                 isinstance(marker, cls)
-                and not marker._first
+                and marker._first is first
                 and found == savepoints
                 and marker._block is block
             ):
                 return marker
-        return cls(connection, savepoints, block)
+        return cls(connection, savepoints, block, first=first)
 
     def keep(self, key: Any, whole: TransactionMarker) -> None:
         """Record a key whose row is locked from this point of the whole transaction on.

@@ -92,14 +92,16 @@ class Acquired(NamedTuple):
 class OfCaller:
     """The entries of one caller, and what ``acquire()`` has returned to it."""
 
-    __slots__ = ("acquired", "clean_at", "count", "entries")
+    __slots__ = ("acquired", "added", "clean_at", "entries")
 
     def __init__(self) -> None:
         # The entries, newest last, for entering a hold again.
         self.entries: dict[Place, list[Entry]] = {}
         # What ``acquire()`` has returned, newest last, by the key of the lock.
         self.acquired: dict[str, list[Acquired]] = {}
-        self.count, self.clean_at = 0, FEW
+        # How many of both were added since the last search for ended holds, and at
+        # which number the next one comes.
+        self.added, self.clean_at = 0, FEW
 
 
 # The one mutex of this module. It is a leaf, and a signal handler may acquire a lock.
@@ -132,33 +134,23 @@ def add(entry: Entry) -> None:
     caller, place = entry.caller, entry.hold.place
     with _mutex:
         while True:
-            own = _by_caller.get(caller)
-            if own is None:
-                own = _add_caller(caller)
+            own = _by_caller.get(caller) or _add_caller(caller)
             entries = own.entries.get(place)
             if entries is None:
                 own.entries[place] = [entry]
             else:
-                _forget_lost(own, entries)
-                entries.append(entry)
+                # Those of ended holds are forgotten.
+                entries[:] = [*_current(entries), entry]
             now = _by_caller.get(caller)
-            if now is None or entry not in now.entries.get(place, ()):
-                continue
-            _count(own)
-            return
+            if now is not None and entry in now.entries.get(place, ()):
+                _count(own)
+                return
 
 
 def _count(own: OfCaller) -> None:
-    own.count += 1
-    if own.count > own.clean_at:
+    own.added += 1
+    if own.added > own.clean_at:
         _clean_up(own)
-
-
-def _forget_lost(own: OfCaller, entries: list[Entry]) -> None:
-    """Forget the lost ones among the entries of one place."""
-    rest = _current(entries)
-    own.count -= len(entries) - len(rest)
-    entries[:] = rest
 
 
 def remove(entry: Entry) -> None:
@@ -170,24 +162,17 @@ def remove(entry: Entry) -> None:
         place = entry.hold.place
         entries = own.entries.get(place, [])
         if entry in entries:
-            own.count -= 1
             entries.remove(entry)
         if not entries:
             own.entries.pop(place, None)
-        if entry.acquired_by in own.acquired:
-            _forget_released(own, entry.acquired_by)
+        acquired = own.acquired.get(entry.acquired_by)
+        if acquired is not None:
+            rest = list(filter(attrgetter("is_open"), acquired))
+            own.acquired[entry.acquired_by] = rest
+            if not rest:
+                own.acquired.pop(entry.acquired_by, None)
         if not own.entries and not own.acquired:
             _by_caller.pop(entry.caller, None)
-
-
-def _forget_released(own: OfCaller, key: str) -> None:
-    """Forget the acquired holds of locks with a key that were left since."""
-    acquired = own.acquired[key]
-    rest = list(filter(attrgetter("is_open"), acquired))
-    own.count -= len(acquired) - len(rest)
-    own.acquired[key] = rest
-    if not rest:
-        del own.acquired[key]
 
 
 def add_acquired(caller: Caller, acquired: Acquired) -> None:
@@ -202,18 +187,14 @@ def add_acquired(caller: Caller, acquired: Acquired) -> None:
             if before is None:
                 own.acquired[key] = [acquired]
             else:
-                _forget_lost_of(own, acquired.place, before)
-                before.append(acquired)
-            if acquired not in own.acquired.get(key, ()):
-                continue
-            _count(own)
-            return
+                before[:] = [*_others_or_current(before, acquired.place), acquired]
+            if acquired in own.acquired.get(key, ()):
+                _count(own)
+                return
 
 
-def _forget_lost_of(own: OfCaller, place: Place, acquired: list[Acquired]) -> None:
-    rest = [one for one in acquired if one.place != place or _is_current(one)]
-    own.count -= len(acquired) - len(rest)
-    acquired[:] = rest
+def _others_or_current(acquired: list[Acquired], place: Place) -> list[Acquired]:
+    return [one for one in acquired if one.place != place or _is_current(one)]
 
 
 def _add_caller(caller: Caller) -> OfCaller:
@@ -237,7 +218,7 @@ def _forget_ended(caller: Any) -> None:
 def _clean_up(own: OfCaller) -> None:
     """Forget the entries of a caller whose holds have ended.
 
-    Their number then doubles before the next search, so this costs little.
+    Their number can double before the next search, so this costs little.
     """
     for place, entries in list(own.entries.items()):
         own.entries[place] = _current(entries)
@@ -247,8 +228,8 @@ def _clean_up(own: OfCaller) -> None:
         own.acquired[key] = list(filter(_is_current, acquired))
         if not own.acquired[key]:
             del own.acquired[key]
-    own.count = len(_entries_of(own)) + sum(map(len, own.acquired.values()))
-    own.clean_at = max(FEW, 2 * own.count)
+    left = len(_entries_of(own)) + sum(map(len, own.acquired.values()))
+    own.added, own.clean_at = 0, max(FEW, left)
 
 
 def _current(entries: Iterable[Entry]) -> list[Entry]:
@@ -375,11 +356,6 @@ class Blocks:
     def __init__(self) -> None:
         # Oldest first. To append a block is atomic.
         self.open: list[Block] = []
-
-    @property
-    def entries(self) -> list[tuple[Entry, ...]]:
-        """Return the entries of each open block."""
-        return [block.entries for block in list(self.open)]
 
     def remove(self, block: Block) -> None:
         with _mutex:

@@ -74,15 +74,18 @@ def _is_locked_elsewhere(hold: Any) -> bool:
     return False
 
 
-def _checked_ttl(ttl: Duration | None, holds: Sequence[Any]) -> float | None:
-    if ttl is None:
+def checked_ttl(
+    name: str, value: Duration | None, holds: Sequence[Any], verb: str
+) -> float | None:
+    """Return a new ttl in seconds, or raise an error if no lease can have it."""
+    if value is None:
         return None
-    ttl = seconds("ttl", ttl, above_zero=True)
+    ttl = seconds(name, value, above_zero=True)
     for hold in holds:
         refusal, claim = hold.backend.refusal, hold.claim
         why = refusal(replace(claim, ttl=ttl))
         if why is not None and refusal(claim) is None:
-            raise ValueError(f"{hold.lock.key!r} cannot be renewed. {why}")
+            raise ValueError(f"{hold.lock.key!r} cannot be {verb}. {why}")
     return ttl
 
 
@@ -98,7 +101,7 @@ def checked_terms(
 ) -> Terms | None:
     """Return the terms of ``renew()``, or raise TypeError or ValueError."""
     terms = Terms(
-        _checked_ttl(ttl, holds),
+        checked_ttl("ttl", ttl, holds, "renewed"),
         None if max_hold is None else seconds("max_hold", max_hold, above_zero=True),
     )
     return None if terms == (None, None) else terms

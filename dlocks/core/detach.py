@@ -10,7 +10,7 @@ from typing import Any
 from django.core import signing
 
 from dlocks.core.callers import acts_for
-from dlocks.core.confirm import refuse_ended
+from dlocks.core.confirm import checked_ttl, refuse_ended
 from dlocks.core.entry import Entry
 from dlocks.core.explain import lost_error
 from dlocks.core.holding import Holding
@@ -20,7 +20,7 @@ from dlocks.runtime import clock
 from dlocks.runtime.clock import FOREVER
 from dlocks.runtime.keeper import keeper
 from dlocks.runtime.requests import refuse_nested, request
-from dlocks.values import Claim, Duration, seconds
+from dlocks.values import Claim, Duration
 
 SALT = "dlocks.handover"
 
@@ -42,15 +42,9 @@ def detach(hold: Holding, within: Duration | None, offered: list[Entry]) -> str:
 
     ``offered`` receives the entry that this call, and no other one, has offered.
     """
-    if within is not None:
-        within = seconds("within", within, above_zero=True)
-        refusal, claim = hold.backend.refusal, hold.claim
-        why = refusal(dataclasses.replace(claim, ttl=within))
-        if why is not None and refusal(claim) is None:
-            raise ValueError(f"{hold.lock.key!r} cannot be detached. {why}")
+    ttl = checked_ttl("within", within, [hold], "detached") or hold.lease.claim.ttl
     _refuse(hold)
     try:
-        ttl = hold.lease.claim.ttl if within is None else within
         left = _transfer(hold, ttl, offered)
         return signing.dumps(_data_of(hold, *left), salt=SALT)
     except BaseException:

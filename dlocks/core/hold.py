@@ -8,6 +8,7 @@ from asyncio import _get_running_loop
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
+from itertools import chain
 from operator import attrgetter
 from types import FrameType
 from typing import Any, ParamSpec, Self, TypeVar, cast
@@ -336,11 +337,9 @@ class Hold:
     @property
     def _is_open(self) -> bool:
         """Return whether an entry of this acquisition, or of a block, is open."""
-        return any(
-            entry.hold.has_open(entry)
-            for entries in (self._entries, *self._blocks.entries)
-            for entry in entries
-        )
+        blocks = [block.entries for block in list(self._blocks.open)]
+        entries = chain(self._entries, *blocks)
+        return any(entry.hold.has_open(entry) for entry in entries)
 
     @property
     def _is_alike(self) -> bool:

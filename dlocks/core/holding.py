@@ -373,7 +373,7 @@ class Holding:
             raise explain.release_error(self)
 
     def perform_loss(self, effect: Effect) -> None:
-        """Do what a loss asks for. Only the log says that its release has failed."""
+        """Do what a loss asks for. The caller learns of no error of its release."""
         if effect & Effect.RELEASE:
             # If no caller has acquired the key yet, the next one need not wait for the
             # grace.
@@ -472,8 +472,12 @@ class Holding:
             raise self.lost_error()
         self.send_ended("released")
 
-    def release_again(self, *, log: bool = False) -> None:
-        """Release the key once more, if the backend can be reached."""
+    def release_again(self) -> None:
+        """Release the key once more, if the backend can be reached.
+
+        The key of a lost hold is perhaps still there. That is not certain, so no
+        warning says that it could not be released.
+        """
         try:
             self.ask(
                 self.backend.release,
@@ -482,7 +486,7 @@ class Holding:
                 rest_for=self.min_hold_left,
             )
         except LockError as trouble:
-            if log:
+            if self.life.state.reason is not Reason.LOST:
                 logger.warning("%s", trouble)
         self.is_released = True
 

@@ -82,7 +82,8 @@ class Watch:
 
     def watch_callers(self, hold: Any) -> None:
         """Record since when all callers of the open entries have ended."""
-        if not _has_no_caller(hold):
+        entries = hold.life.state.entries
+        if not (entries and all(callers.has_ended(one.caller) for one in entries)):
             self.orphaned_since = None
         elif self.orphaned_since is None:
             self.orphaned_since = clock.now()
@@ -96,7 +97,6 @@ class Watch:
         return (
             since is not None
             and clock.now() >= since + LOOK_EVERY
-            and _has_no_caller(hold)
             and hold.held
             and not hold.life.state.is_kept
         )
@@ -111,7 +111,7 @@ class Watch:
             return
         hold.forget_entries()
         try:
-            hold.release_again(log=True)
+            hold.release_again()
         finally:
             hold.report_loss()
         if self.acquired_at is not None:
@@ -135,23 +135,17 @@ class Watch:
             keeper.remove(hold)
             # A caller may acquire the key again, in another exit handler.
             hold.forget_entries()
-            hold.release_again(log=True)
+            hold.release_again()
         except BaseException:
             if hold.life.state.reason is Reason.EXIT and not hold.is_released:
                 # Interrupted, and nothing else would send the release.
-                hold.release_again(log=True)
+                hold.release_again()
             raise
         return (
             hold.report_loss
             if effect & Effect.REPORT
             else partial(_report_unreleased, hold)
         )
-
-
-def _has_no_caller(hold: Any) -> bool:
-    return bool(hold.life.state.entries) and all(
-        callers.has_ended(entry.caller) for entry in hold.life.state.entries
-    )
 
 
 def _report_unreleased(hold: Any) -> None:
