@@ -21,7 +21,7 @@ from dlocks.backends.base import HANDOVER_LEASE
 from dlocks.conf import backends
 from dlocks.core import callers, explain
 from dlocks.core.attempt import DONE, Attempt, Wakeup, ask_for
-from dlocks.core.callers import Acquired, Block, Caller, FrameId
+from dlocks.core.callers import Block, Caller, FrameId
 from dlocks.core.entry import Entry
 from dlocks.core.hold import Hold
 from dlocks.core.holding import Holding
@@ -220,7 +220,7 @@ class Acquisition:
             self.opened = Block(self.caller, self.frame_id, hold, entries)
             self.lock._blocks.open.append(self.opened)
         elif self.releasable:
-            callers.add_acquired(self.caller, Acquired(self.lock, hold, entries))
+            callers.add_acquired(self.lock, hold, entries)
             if sys.flags.dev_mode or tracemalloc.is_tracing():
                 for entry in entries:
                     entry.hold.watch.acquired_at = _line_of_caller()

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from functools import partial
 from inspect import CO_ASYNC_GENERATOR, CO_GENERATOR
-from operator import attrgetter
+from itertools import count
 from types import CodeType, FrameType
 from typing import Any, NamedTuple, TypeVar
 
@@ -70,14 +70,11 @@ class PendingResponse:
 class Acquired(NamedTuple):
     """What ``acquire()`` has returned, until ``lock.release()`` leaves it."""
 
+    # The order of acquisition.
+    number: int
     lock: Any
     hold: Any
     entries: tuple[Entry, ...]
-
-    @property
-    def place(self) -> Place:
-        place: Place = self.entries[0].hold.place
-        return place
 
     @property
     def is_open(self) -> bool:
@@ -90,16 +87,14 @@ class Acquired(NamedTuple):
 
 
 class OfCaller:
-    """The entries of one caller, and what ``acquire()`` has returned to it."""
+    """The entries of one caller."""
 
-    __slots__ = ("acquired", "added", "clean_at", "entries")
+    __slots__ = ("added", "clean_at", "entries")
 
     def __init__(self) -> None:
-        # The entries, newest last, for entering a hold again.
+        # Newest last.
         self.entries: dict[Place, list[Entry]] = {}
-        # What ``acquire()`` has returned, newest last, by the key of the lock.
-        self.acquired: dict[str, list[Acquired]] = {}
-        # How many of both were added since the last search for ended holds, and at
+        # How many were added since the last search for ended holds, and at
         # which number the next one comes.
         self.added, self.clean_at = 0, FEW
 
@@ -108,6 +103,7 @@ class OfCaller:
 # At its release, the handler forgets a list that is still empty here.
 _mutex = new_mutex()
 _by_caller: dict[Any, OfCaller] = {}
+_numbers = count(1)
 _clean_at = CALLERS_PER_CLEANUP
 
 
@@ -155,6 +151,8 @@ def _count(own: OfCaller) -> None:
 
 def remove(entry: Entry) -> None:
     """Forget an entry that was left, and what ``acquire()`` has returned with it."""
+    # No cycle remains.
+    entry.acquired = None
     with _mutex:
         own = _by_caller.get(entry.caller)
         if own is None:
@@ -165,36 +163,8 @@ def remove(entry: Entry) -> None:
             entries.remove(entry)
         if not entries:
             own.entries.pop(place, None)
-        acquired = own.acquired.get(entry.acquired_by)
-        if acquired is not None:
-            rest = list(filter(attrgetter("is_open"), acquired))
-            own.acquired[entry.acquired_by] = rest
-            if not rest:
-                own.acquired.pop(entry.acquired_by, None)
-        if not own.entries and not own.acquired:
+        if not own.entries:
             _by_caller.pop(entry.caller, None)
-
-
-def add_acquired(caller: Caller, acquired: Acquired) -> None:
-    """Record what ``acquire()`` returns, for ``lock.release()``."""
-    key = acquired.lock.key
-    for entry in acquired.entries:
-        entry.acquired_by = key
-    with _mutex:
-        while True:
-            own = _by_caller.get(caller) or _add_caller(caller)
-            before = own.acquired.get(key)
-            if before is None:
-                own.acquired[key] = [acquired]
-            else:
-                before[:] = [*_others_or_current(before, acquired.place), acquired]
-            if acquired in own.acquired.get(key, ()):
-                _count(own)
-                return
-
-
-def _others_or_current(acquired: list[Acquired], place: Place) -> list[Acquired]:
-    return [one for one in acquired if one.place != place or _is_current(one)]
 
 
 def _add_caller(caller: Caller) -> OfCaller:
@@ -211,7 +181,7 @@ def _forget_ended(caller: Any) -> None:
     """Forget the entries of ended holds, if their caller does nothing any more."""
     if is_done(caller):
         _clean_up(_by_caller[caller])
-        if not (_by_caller[caller].entries or _by_caller[caller].acquired):
+        if not _by_caller[caller].entries:
             del _by_caller[caller]
 
 
@@ -224,20 +194,11 @@ def _clean_up(own: OfCaller) -> None:
         own.entries[place] = _current(entries)
         if not own.entries[place]:
             del own.entries[place]
-    for key, acquired in list(own.acquired.items()):
-        own.acquired[key] = list(filter(_is_current, acquired))
-        if not own.acquired[key]:
-            del own.acquired[key]
-    left = len(_entries_of(own)) + sum(map(len, own.acquired.values()))
-    own.added, own.clean_at = 0, max(FEW, left)
+    own.added, own.clean_at = 0, max(FEW, len(_entries_of(own)))
 
 
 def _current(entries: Iterable[Entry]) -> list[Entry]:
     return [entry for entry in entries if entry.hold.may_be_held]
-
-
-def _is_current(acquired: Acquired) -> bool:
-    return bool(_current(acquired.entries))
 
 
 def places_of(caller: Any) -> dict[Place, list[Entry]]:
@@ -270,6 +231,13 @@ def holds() -> list[Any]:
     return [entry.hold for of_caller in entries for entry in of_caller]
 
 
+def add_acquired(lock: Any, hold: Any, entries: tuple[Entry, ...]) -> None:
+    """Record what ``acquire()`` returns, for ``lock.release()``."""
+    acquired = Acquired(next(_numbers), lock, hold, entries)
+    for entry in entries:
+        entry.acquired = acquired
+
+
 def last_acquired(lock: Any, caller: Any) -> Acquired | None:
     """Return what a caller acquired last by a lock and has not released, or None.
 
@@ -278,35 +246,30 @@ def last_acquired(lock: Any, caller: Any) -> Acquired | None:
     If the caller has none, return that of a task of the same event loop that is done. A
     task that only acquires, as in ``asyncio.wait_for()``, is another caller.
     """
-    key = lock._key_of_tenant()
-    with _mutex:
-        found = _newest(lock, key, caller)
-        if found is None and hasattr(caller, "get_loop"):
-            found = _newest_of_done_tasks(lock, key, caller.get_loop())
+    found = _newest(lock, caller)
+    if found is None and hasattr(caller, "get_loop"):
+        loop = caller.get_loop()
+        for other in reversed(list(_by_caller)):
+            if hasattr(other, "get_loop") and other.get_loop() is loop and other.done():
+                found = found or _newest(lock, other)
     return found
 
 
-def _newest_of_done_tasks(lock: Any, key: str | None, loop: Any) -> Acquired | None:
-    for caller in reversed(_by_caller):
-        if hasattr(caller, "get_loop") and caller.get_loop() is loop and caller.done():
-            found = _newest(lock, key, caller)
-            if found is not None:
-                return found
-    return None
-
-
-def _newest(lock: Any, key: str | None, caller: Any) -> Acquired | None:
-    own, in_block = _by_caller.get(caller), None
-    for one in reversed(() if own is None else own.acquired.get(lock.key, ())):
-        if (
-            one.lock == lock
-            and key in {None, one.entries[0].hold.claim.key}
-            and one.is_open
-        ):
-            if not one.is_in_block:
-                return one  # type: ignore[no-any-return]
-            in_block = in_block or one
-    return in_block
+def _newest(lock: Any, caller: Any) -> Acquired | None:
+    entries = [
+        entry
+        for one in lock._each
+        for place in one._places_of(caller)
+        for entry in entries_at(caller, place)
+    ]
+    found = {
+        one.number: one
+        for entry in entries
+        if (one := entry.acquired) is not None and one.lock == lock and one.is_open
+    }
+    in_order = [found[number] for number in sorted(found)]
+    free = [one for one in in_order if not one.is_in_block]
+    return next(reversed(free or in_order), None)
 
 
 def has_ended(caller: Any) -> bool:

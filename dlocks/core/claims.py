@@ -63,13 +63,12 @@ def own_hold(attempt: Any) -> Holding | None:
 def _refuse_lost(caller: Caller, place: Place, lock: LockPolicy) -> None:
     """Raise LockLost if the caller would enter a hold that is lost.
 
-    A block inside of the block of that hold must not begin. The hold is forgotten, so
-    this is raised once.
+    A block inside of the block of that hold must not begin. This is raised once.
     """
     for entry in callers.entries_at(caller, place):
         hold: Holding = entry.hold
-        if hold.is_lost and not hold.is_forked:
-            callers.remove(entry)
+        if hold.is_lost and not (hold.is_forked or entry.knows_end):
+            entry.knows_end = True
             if lock.reentrant and hold.lock.reentrant:
                 raise hold.lost_error()
 

@@ -9,10 +9,11 @@ class Entry:
     """The use of a hold by one caller. It is open until it is left, once."""
 
     __slots__ = (
-        "acquired_by",
+        "acquired",
         "caller",
         "hold",
         "is_member",
+        "knows_end",
         "lock",
         "min_hold_until",
         "used",
@@ -25,8 +26,10 @@ class Entry:
         self.hold = hold
         # Until when the key stays taken after its release, because of ``min_hold``.
         self.min_hold_until = 0.0
-        # The key, or the list of keys, of the lock whose ``acquire()`` made it.
-        self.acquired_by = ""
+        # What ``acquire()`` has returned with it, for ``lock.release()``.
+        self.acquired: Any = None
+        # Whether its caller has learned that the hold has ended.
+        self.knows_end = False
         # Whether it belongs to a hold of several keys.
         self.is_member = False
         # The earlier entry of its caller that a ``with hold`` block uses in its place.

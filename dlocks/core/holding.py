@@ -566,15 +566,22 @@ class Holding:
     def _end_for_caller(self, effect: Effect) -> None:
         """Do what a loss asks for, of which the caller learns by an error.
 
-        The caller's next acquisition makes a new hold, even one by ``on_lost``.
+        This comes first, since ``on_lost`` may acquire the key again.
         """
         if self.life.state.reason is not None:
             self.forget_entries()
         self.perform_loss(effect)
 
     def forget_entries(self) -> None:
-        for entry in self.life.state.entries:
-            callers.remove(entry)
+        """Let the next acquisition of each caller make a new hold.
+
+        ``lock.release()`` still finds what ``acquire()`` returned, and that it is lost.
+        """
+        state = self.life.state
+        for entry in state.entries:
+            entry.knows_end = True
+            if entry.acquired is None or state.reason is Reason.DETACHED:
+                callers.remove(entry)
 
     def lost_error(self, why: str | None = None) -> LockLost:
         return explain.lost_error(self, why)

@@ -316,12 +316,6 @@ class Lock(LockPolicy):
             and any(entry.hold.lock.key == self.key for entry in list(entries))
         ]
 
-    def _key_of_tenant(self) -> str | None:
-        """Return the first full key, or None if the prefix is fixed or not known."""
-        backend = backends[self.using]
-        fixed = backend.has_fixed_prefix or is_away_from_tenant()
-        return None if fixed else backend.prefix + self.keys[0]
-
     async def _read(self, function: Callable[[], T]) -> T:
         # The prefix may depend on Django's connections.
         fixed = backends[self.using].has_fixed_prefix
