@@ -15,6 +15,7 @@ import weakref
 from asyncio import _get_running_loop
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from functools import partial
 from inspect import CO_ASYNC_GENERATOR, CO_GENERATOR
 from itertools import count
@@ -86,17 +87,16 @@ class Acquired(NamedTuple):
         return entry in entry.hold.life.state.blocks
 
 
+@dataclass(slots=True)
 class OfCaller:
     """The entries of one caller."""
 
-    __slots__ = ("added", "clean_at", "entries")
-
-    def __init__(self) -> None:
-        # Newest last.
-        self.entries: dict[Place, list[Entry]] = {}
-        # How many were added since the last search for ended holds, and at
-        # which number the next one comes.
-        self.added, self.clean_at = 0, FEW
+    # Newest last.
+    entries: dict[Place, list[Entry]] = field(default_factory=dict)
+    # How many were added since the last search for ended holds, and at which number the
+    # next one comes.
+    added: int = 0
+    clean_at: int = FEW
 
 
 # The one mutex of this module. It is a leaf, and a signal handler may acquire a lock.

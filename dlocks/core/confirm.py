@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from dlocks.core.settlement import pins_here
 from dlocks.exceptions import LockBackendError
@@ -18,6 +18,9 @@ from dlocks.values import Duration, seconds
 
 # How often a renewal with another ttl is sent while the row is locked, in a second.
 TRIES = 10
+
+# A new ttl and a new max_hold of leases, in seconds, or None.
+Terms = tuple[float | None, float | None]
 
 
 def check(hold: Any) -> None:
@@ -89,31 +92,22 @@ def checked_ttl(
     return ttl
 
 
-class Terms(NamedTuple):
-    """A new ttl and a new max_hold of leases, in seconds, or None."""
-
-    ttl: float | None
-    max_hold: float | None
-
-
 def checked_terms(
     ttl: Duration | None, max_hold: Duration | None, holds: Sequence[Any]
-) -> Terms | None:
+) -> Terms:
     """Return the terms of ``renew()``, or raise TypeError or ValueError."""
-    terms = Terms(
-        checked_ttl("ttl", ttl, holds, "renewed"),
-        None if max_hold is None else seconds("max_hold", max_hold, above_zero=True),
-    )
-    return None if terms == (None, None) else terms
+    if max_hold is not None:
+        max_hold = seconds("max_hold", max_hold, above_zero=True)
+    return checked_ttl("ttl", ttl, holds, "renewed"), max_hold
 
 
-def renew(hold: Any, terms: Terms | None) -> None:
+def renew(hold: Any, terms: Terms) -> None:
     """Extend the lease to its ttl from now, or raise LockLost.
 
     ``terms`` are new ones, for this and all later renewals.
     """
     if hold.scope == "transaction" or hold.life.state.is_pinned:
-        if terms is not None and hold.scope == "lease":
+        if any(terms) and hold.scope == "lease":
             hold.lease.change(*terms)
         check(hold)
         return
@@ -122,10 +116,10 @@ def renew(hold: Any, terms: Terms | None) -> None:
     renew_together([hold], terms)
 
 
-def renew_together(holds: Sequence[Any], terms: Terms | None) -> None:
+def renew_together(holds: Sequence[Any], terms: Terms) -> None:
     """Extend leases in one request. See ``renew()``."""
     guards = [hold.life.state.guards for hold in holds]
-    sent, left = _renew(holds) if terms is None else _renew_with(holds, terms)
+    sent, left = _renew_with(holds, terms) if any(terms) else _renew(holds)
     for hold, number in zip(holds, guards, strict=True):
         if hold.claim.owner not in left and (
             hold.life.state.is_pinned or hold.life.state.guards != number

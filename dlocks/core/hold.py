@@ -402,13 +402,10 @@ def leave_interrupted(
     if isinstance(error, LockError):
         return
     with suppress(LockError, RuntimeError):
-        block = block or blocks.to_end(frame, "")
-        leave_block(blocks, block, None, failed=True)
+        leave_block(blocks, block or blocks.to_end(frame, ""), error)
 
 
-def leave_block(
-    blocks: Blocks, block: Block, error: BaseException | None, *, failed: bool = False
-) -> None:
+def leave_block(blocks: Blocks, block: Block, error: BaseException | None) -> None:
     """Leave the entries of a block, which ends.
 
     If the block itself failed, a failed release only adds a note to its error.
@@ -417,13 +414,13 @@ def leave_block(
     generator, or in the keeper's thread, which sends no requests. Then a worker sends
     the release.
     """
-    has_failed = failed or error is not None
+    failed = error is not None
     try:
         if (is_nested() or this_thread.is_keepers) and block.hold.scope == "lease":
             for entry in block.entries:
-                _leave_later(entry, failed=has_failed)
+                _leave_later(entry, failed=failed)
             return
-        leave_entries(block.entries, failed=has_failed, block=True)
+        leave_entries(block.entries, failed=failed, block=True)
     except LockError as trouble:
         if error is None:
             raise

@@ -299,14 +299,9 @@ class Holding:
 
     def leave_one(self, caller: Caller, *, failed: bool = False) -> None:
         """Leave the newest entry of a caller, or another one without a block."""
-        if not self.life.state.entries:
-            return
-        event, before = partial(self.life.leave_one, caller), self.life.state.entries
-        try:
+        if self.life.state.entries:
+            event = partial(self.life.leave_one, caller)
             self._leave(event, None, failed=failed, at_block_end=False)
-        finally:
-            for entry in before:
-                self.forget_entry(entry)
 
     def _leave(
         self,
@@ -318,6 +313,7 @@ class Holding:
     ) -> None:
         """Leave by an event of ``Life``."""
         refuse_nested()
+        before = self.life.state.entries
         # The work was committed under the lock, or undone.
         has_ended = self.whole is not None and self.has_ended_with_transaction()
         try:
@@ -345,8 +341,8 @@ class Holding:
             self.complete_leave(entry, transactions_of(self))
             raise
         finally:
-            if entry is not None:
-                self.forget_entry(entry)
+            for one in before:
+                self.forget_entry(one)
 
     def _verify_before_leave(self, leave: Callable[..., Effect]) -> None:
         """Find a loss before an entry is left, after which the key stays taken."""
