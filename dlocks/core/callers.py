@@ -139,14 +139,10 @@ def add(entry: Entry) -> None:
                 entries[:] = [*_current(entries), entry]
             now = _by_caller.get(caller)
             if now is not None and entry in now.entries.get(place, ()):
-                _count(own)
-                return
-
-
-def _count(own: OfCaller) -> None:
-    own.added += 1
-    if own.added > own.clean_at:
-        _clean_up(own)
+                break
+        own.added += 1
+        if own.added > own.clean_at:
+            _clean_up(own)
 
 
 def remove(entry: Entry) -> None:
@@ -170,19 +166,14 @@ def remove(entry: Entry) -> None:
 def _add_caller(caller: Caller) -> OfCaller:
     global _clean_at
     if len(_by_caller) >= _clean_at:
-        for other in list(_by_caller):
-            _forget_ended(other)
+        for other, own in list(_by_caller.items()):
+            if is_done(other):
+                _clean_up(own)
+                if not own.entries:
+                    _by_caller.pop(other, None)
         _clean_at = len(_by_caller) + CALLERS_PER_CLEANUP
     own = _by_caller[caller] = OfCaller()
     return own
-
-
-def _forget_ended(caller: Any) -> None:
-    """Forget the entries of ended holds, if their caller does nothing any more."""
-    if is_done(caller):
-        _clean_up(_by_caller[caller])
-        if not _by_caller[caller].entries:
-            del _by_caller[caller]
 
 
 def _clean_up(own: OfCaller) -> None:
@@ -191,9 +182,9 @@ def _clean_up(own: OfCaller) -> None:
     Their number can double before the next search, so this costs little.
     """
     for place, entries in list(own.entries.items()):
-        own.entries[place] = _current(entries)
-        if not own.entries[place]:
-            del own.entries[place]
+        entries[:] = _current(entries)
+        if not entries:
+            own.entries.pop(place, None)
     own.added, own.clean_at = 0, max(FEW, len(_entries_of(own)))
 
 

@@ -64,7 +64,8 @@ def guarded(
         refuse_lost(connection)
         raise RuntimeError(f"{key!r} cannot guard this transaction. {why}.")
     for hold in holds:
-        if hold.scope == "transaction" and connection is not hold.connection:
+        own = hold.transaction
+        if own is not None and connection is not own.connection:
             raise RuntimeError(
                 f"{hold.lock.key!r} is held by a transaction on"
                 f" {hold.backend.database!r}, and cannot guard another one on"

@@ -25,11 +25,10 @@ from dlocks.core.watch import Watch
 from dlocks.exceptions import LockBackendError, LockError, LockLost
 from dlocks.runtime import clock
 from dlocks.runtime.clock import FOREVER
-from dlocks.runtime.connected import connection_of
 from dlocks.runtime.keeper import keeper
 from dlocks.runtime.requests import refuse_nested, request
 from dlocks.runtime.threads import this_thread
-from dlocks.transactions import TransactionMarker, forbid_commit, in_testcase
+from dlocks.transactions import OwnTransaction, TransactionMarker, forbid_commit
 from dlocks.values import Claim, Grant
 
 logger = logging.getLogger("dlocks")
@@ -44,11 +43,8 @@ class Holding:
     is_released = False
     # What ends it, while only transactions keep it.
     _settlement: Settlement | None = None
-    # The transaction of the hold, the point in it, and the outermost transaction around
-    # that point.
-    connection: Any = None
-    point: TransactionMarker | None = None
-    whole: TransactionMarker | None = None
+    # What keeps the key in transaction scope.
+    transaction: OwnTransaction | None = None
 
     def __init__(
         self,
@@ -79,12 +75,8 @@ class Holding:
             entry.min_hold_until = self.lease.granted_at + self.lock.min_hold
         self.watch = Watch()
         if self.scope == "transaction":
-            self.connection = connection_of(backend.database)
-            self.point = TransactionMarker.here(self.connection)
-            # A TestCase never commits, and its users count the on_commit() callbacks.
-            whole = self.point if in_testcase(self.connection) else None
-            self.whole = whole or TransactionMarker.whole(self.connection)
-            self.point.keep((backend.identity, claim.key), self.whole)
+            key = backend.identity, claim.key
+            self.transaction = OwnTransaction(backend.database, key)
 
     # What is known without a request.
 
@@ -107,8 +99,8 @@ class Holding:
         """Return whether the key is certainly held."""
         if self.is_over:
             return False
-        if self.point is not None:
-            return self.point.stands
+        if self.transaction is not None:
+            return self.transaction.stands
         return clock.now() < self.life.state.deadline
 
     @property
@@ -144,8 +136,8 @@ class Holding:
 
     def has_run_out(self) -> bool:
         """Return whether its lease is over for good, or its transaction has ended."""
-        if self.point is not None:
-            return not self.point.stands
+        if self.transaction is not None:
+            return not self.transaction.stands
         return clock.now() >= self.life.state.deadline and not self.may_be_late
 
     @property
@@ -225,10 +217,7 @@ class Holding:
 
     def refuse_other_thread(self) -> None:
         """Raise RuntimeError if the hold belongs to another thread's transaction."""
-        if (
-            self.scope == "transaction"
-            and connection_of(self.backend.database) is not self.connection
-        ):
+        if self.transaction is not None and self.transaction.is_elsewhere:
             raise RuntimeError(
                 f"{self.lock.key!r} is held by a transaction of another thread. Only"
                 " that thread can use the hold."
@@ -315,7 +304,7 @@ class Holding:
         refuse_nested()
         before = self.life.state.entries
         # The work was committed under the lock, or undone.
-        has_ended = self.whole is not None and self.has_ended_with_transaction()
+        has_ended = self.transaction and self.has_ended_with_transaction()
         try:
             if has_ended and not at_block_end:
                 # Nothing is to be released.
@@ -423,12 +412,12 @@ class Holding:
         was lost inside the transaction. Raise RuntimeError if the transaction is open
         in another thread.
         """
-        if self.life.state.phase is Phase.ENDED or self.whole is None:
+        if self.life.state.phase is Phase.ENDED or self.transaction is None:
             return False
-        ended = self.whole.has_ended
-        if not ended:
+        if not self.transaction.has_ended:
             self.refuse_other_thread()
-        return ended
+            return False
+        return True
 
     def send_release(self, *, done: bool = False, report: bool = True) -> None:
         """Release the key of an ended hold.
@@ -436,7 +425,8 @@ class Holding:
         ``done`` says that the backend has released it, and ``report`` that a loss is
         reported here.
         """
-        broken = self.scope == "transaction" and self.connection.needs_rollback
+        own = self.transaction
+        was_broken = own is not None and own.is_broken
         try:
             released = done or self.ask(
                 self.backend.release,
@@ -446,9 +436,9 @@ class Holding:
             )
         except LockBackendError as error:
             self.is_released = True
-            if self.scope != "transaction":
+            if own is None:
                 raise
-            if not broken and self.connection.needs_rollback:
+            if own.is_broken and not was_broken:
                 # The server has rolled it back because another node of the cluster was
                 # first.
                 raise self.lost_error(
@@ -458,10 +448,10 @@ class Holding:
             return
         self.is_released = True
         if not released:
-            if self.scope == "transaction":
+            if own is not None:
                 # The server has rolled it back, and the caller is in another
                 # transaction.
-                forbid_commit(self.connection)
+                forbid_commit(own.connection)
             self.life.not_released(self.why_gone())
             if report:
                 self.report_loss()

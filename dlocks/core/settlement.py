@@ -53,8 +53,8 @@ def is_undone(hold: Any) -> bool:
 
     Only the transactions of this thread count.
     """
-    if hold.scope == "transaction":
-        return bool(hold.connection.needs_rollback)
+    if hold.transaction is not None:
+        return bool(hold.transaction.is_broken)
     return any(pin.is_undone for pin in pins_here(hold))
 
 
