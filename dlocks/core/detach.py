@@ -11,7 +11,6 @@ from django.core import signing
 
 from dlocks.core.callers import acts_for
 from dlocks.core.confirm import checked_ttl, refuse_ended
-from dlocks.core.entry import Entry
 from dlocks.core.explain import lost_error
 from dlocks.core.holding import Holding
 from dlocks.core.life import Effect, Phase
@@ -25,7 +24,7 @@ from dlocks.values import Claim, Duration
 SALT = "dlocks.handover"
 
 
-def detach(hold: Holding, within: Duration | None, offered: list[Entry]) -> str:
+def detach(hold: Holding, within: Duration | None, offer: object) -> str:
     """Detach a hold and return the text by which a process resumes it.
 
     ``resume_hold()`` resumes it once, in any process. The hold can no longer be used
@@ -40,16 +39,16 @@ def detach(hold: Holding, within: Duration | None, offered: list[Entry]) -> str:
     over. A hold that is left while this fails is released. Inside a transaction, send
     the text from ``on_commit()``.
 
-    ``offered`` receives the entry that this call, and no other one, has offered.
+    ``offer`` is the identity of this call for ``recall()``.
     """
     ttl = checked_ttl("within", within, [hold], "detached") or hold.lease.claim.ttl
     _refuse(hold)
     try:
-        left = _transfer(hold, ttl, offered)
+        left = _transfer(hold, ttl, offer)
         return signing.dumps(_data_of(hold, *left), salt=SALT)
     except BaseException:
         # It was interrupted, so no process will receive the text.
-        recall(hold, offered)
+        recall(hold, offer)
         raise
 
 
@@ -76,15 +75,13 @@ def _data_of(hold: Holding, min_hold: float, max_hold: float) -> dict[str, Any]:
     }
 
 
-def recall(hold: Holding, offered: list[Entry]) -> None:
+def recall(hold: Holding, offer: object) -> None:
     """End a hold whose text no process will receive, and release its key.
 
-    It is lost to a block of its caller, which may go on. ``offered`` is that of the
-    call of ``detach()``. The text of another call stays valid.
+    It is lost to a block of its caller, which may go on.
     """
-    if not offered:
-        return
-    effect = hold.life.recall("its handover to another process was interrupted")
+    why = "its handover to another process was interrupted"
+    effect = hold.life.recall(why, offer)
     if effect & Effect.REPORT:
         hold.forget_entries()
         hold.perform_loss(effect)
@@ -111,7 +108,7 @@ def _refuse(hold: Holding) -> None:
         raise RuntimeError(f"{key!r} cannot be handed over here. {why}")
 
 
-def _transfer(hold: Holding, ttl: float, offered: list[Entry]) -> tuple[float, float]:
+def _transfer(hold: Holding, ttl: float, offer: object) -> tuple[float, float]:
     """End the hold here, without releasing the key.
 
     The lease lasts for ``ttl`` more seconds. Return the seconds left of ``min_hold``
@@ -121,10 +118,10 @@ def _transfer(hold: Holding, ttl: float, offered: list[Entry]) -> tuple[float, f
     mine = [one.caller for one in hold.life.state.entries if acts_for(one.caller)]
     hold.end_if_expired()
     refuse_ended(hold)
-    if hold.life.offer(mine, offered):
+    if hold.life.offer(mine, offer):
         raise _why_not_offered(hold)
     left = hold.min_hold_left, hold.lease.last_at - clock.now()
-    _pass_on(hold, dataclasses.replace(hold.claim, ttl=min(ttl, left[1])), offered)
+    _pass_on(hold, dataclasses.replace(hold.claim, ttl=min(ttl, left[1])))
     return left
 
 
@@ -150,16 +147,13 @@ def _why_not_offered(hold: Holding) -> Exception:
     return RuntimeError(f"{hold.lock.key!r} cannot be handed over{why}")
 
 
-def _pass_on(hold: Holding, claim: Claim, offered: list[Entry]) -> None:
+def _pass_on(hold: Holding, claim: Claim) -> None:
     """Let the lease last for the claim's ttl, and end the hold."""
     try:
         # By the keeper, so that no pending renewal comes after it.
         stands = keeper.run(partial(_extend_lease, hold, claim), hold.backend)
     except LockBackendError:
-        effect = hold.life.withdraw()
-        # From now on another call may offer it.
-        offered.clear()
-        hold.perform_quietly(effect)
+        hold.perform_quietly(hold.life.withdraw())
         keeper.check_soon()
         raise
     if not stands:

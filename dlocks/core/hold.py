@@ -255,7 +255,7 @@ class Hold:
         See ``dlocks.core.detach``.
         """
         ensure_sync()
-        return detach(self._refuse_several(), within, [])
+        return detach(self._refuse_several(), within, object())
 
     # The same methods for coroutines.
 
@@ -272,9 +272,9 @@ class Hold:
 
     async def adetach(self, *, within: Duration | None = None) -> str:
         # If it is cancelled, no process will ever receive the text.
-        offered: list[Entry] = []
-        request = partial(detach, self._refuse_several(), within, offered)
-        undo = partial(recall, self._parts[0], offered)
+        offer = object()
+        request = partial(detach, self._refuse_several(), within, offer)
+        undo = partial(recall, self._parts[0], offer)
         undo_later = partial(keeper.post, undo, self.backend)
         return await make_undoable(request, undo, undo_later)
 

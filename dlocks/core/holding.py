@@ -236,10 +236,10 @@ class Holding:
         left_by = self.life.state.left_by
         if self.life.enter(entry, block=block):
             return False
-        if left_by is not None:
-            # By the new entry, its caller finds the hold.
-            callers.remove(left_by)
         callers.add(entry)
+        if left_by is not None:
+            # Its caller finds the hold by the new entry.
+            callers.remove(left_by)
         keeper.remove_left(self)
         self.watch.orphaned_since = None
         return True

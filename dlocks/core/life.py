@@ -90,7 +90,8 @@ class State(NamedTuple):
     guards: int = 0
     # Transactions in which a lease was left, and at whose end it is released.
     marks: tuple[Transaction, ...] = ()
-    # The entry that has offered the hold to another process.
+    # The offer of the hold to another process, and the entry that is passed on.
+    offer: object = None
     offered: Entry | None = None
     # The last entry that was left, if a transaction has kept the key after it.
     left_by: Entry | None = None
@@ -382,16 +383,12 @@ class Life:
     # To pass a hold to another process.
 
     @event
-    def offer(
-        self, old: State, callers: Collection[object], offered: list[Entry]
-    ) -> Next:
+    def offer(self, old: State, callers: Collection[object], offer: object) -> Next:
         """Begin to pass the hold to another process, or return LOST.
 
         It needs one entry, and no transaction that keeps the key. If a block uses the
-        entry, it is a block of one of these callers. The entry is also in ``offered``,
-        even if an interrupt follows.
+        entry, it is a block of one of these callers. ``recall()`` names the offer.
         """
-        offered.clear()
         if (
             old.phase is not Phase.HELD
             or len(old.entries) != 1
@@ -399,8 +396,8 @@ class Life:
             or old.is_kept
         ):
             return old, Effect.LOST
-        offered.append(old.entries[0])
-        new = old._replace(phase=Phase.DETACHING, offered=old.entries[0])
+        entry = old.entries[0]
+        new = old._replace(phase=Phase.DETACHING, offer=offer, offered=entry)
         return new, Effect.NOTHING
 
     @event
@@ -422,15 +419,18 @@ class Life:
         """
         if old.phase is not Phase.DETACHING:
             return old, Effect.NOTHING
-        held = old._replace(phase=Phase.HELD, offered=None)
+        held = old._replace(phase=Phase.HELD, offer=None, offered=None)
         return (held, Effect.NOTHING) if old.entries else _settled(held)
 
     @event
-    def recall(self, old: State, why: str) -> Next:
+    def recall(self, old: State, why: str, offer: object) -> Next:
         """End a hold that is being detached, or was, because the text is lost.
 
-        A block of its entry may go on after the interrupt, and learns of the loss.
+        A block of its entry may go on after the interrupt, and learns of the loss. The
+        text of another offer stays valid.
         """
+        if old.offer is not offer:
+            return old, Effect.NOTHING
         if old.phase is not Phase.DETACHING and old.reason is not Reason.DETACHED:
             return old, Effect.NOTHING
         if not old.entries:

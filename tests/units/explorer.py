@@ -306,7 +306,8 @@ def detacher(name: str = "A", *, fails: bool = False, interrupted: str = "") -> 
     """
 
     def steps(w: World) -> Steps:
-        if w.saw(name, w.life.offer([name], [])):
+        mine = object()
+        if w.saw(name, w.life.offer([name], mine)):
             return
         yield
         if fails:
@@ -315,7 +316,7 @@ def detacher(name: str = "A", *, fails: bool = False, interrupted: str = "") -> 
             if interrupted == "after":
                 w.saw(name, w.life.detach())
                 yield
-            yield from perform(w, f"{name}'", w.life.recall("in vain"))
+            yield from perform(w, f"{name}'", w.life.recall("in vain", mine))
         elif not w.saw(name, w.life.detach()):
             w.detached = True
             if w.reports:
@@ -329,7 +330,7 @@ def detacher(name: str = "A", *, fails: bool = False, interrupted: str = "") -> 
                 w.change_owner("resumed")
         else:
             # It is interrupted by its own error.
-            yield from perform(w, f"{name}'", w.life.recall("in vain"))
+            yield from perform(w, f"{name}'", w.life.recall("in vain", mine))
 
     return steps
 
