@@ -25,7 +25,7 @@ from dlocks.core.watch import Watch
 from dlocks.exceptions import LockBackendError, LockError, LockLost
 from dlocks.runtime import clock
 from dlocks.runtime.clock import FOREVER
-from dlocks.runtime.keeper import keeper
+from dlocks.runtime.keeper import LONGEST_TIMEOUT, keeper
 from dlocks.runtime.requests import refuse_nested, request
 from dlocks.runtime.threads import this_thread
 from dlocks.transactions import OwnTransaction, TransactionMarker, forbid_commit
@@ -203,17 +203,14 @@ class Holding:
 
         A lease is handled outside of the caller's transaction and pool.
         """
-        backend = self.backend
         if self._pid != os.getpid():
             # The key is the parent's, whatever ends this copy.
             raise self.lost_error()
         if self.scope == "transaction":
             self.refuse_other_thread()
-        elif callers.is_outside(backend):
-            refuse_nested()
-            ask = partial(request, function, *arguments, **keywords)
-            return keeper.run(ask, backend)
-        return request(function, *arguments, **keywords)
+            return request(function, *arguments, **keywords)
+        ask = partial(function, *arguments, **keywords)
+        return callers.run_outside(ask, self.backend, LONGEST_TIMEOUT)
 
     def refuse_other_thread(self) -> None:
         """Raise RuntimeError if the hold belongs to another thread's transaction."""

@@ -4,10 +4,7 @@ It earns three promises of docs/safety.md: a hold that several callers use is re
 once, by the last of them; no block loses its key in silence; and work in a transaction
 commits under the lock or not at all.
 
-Each event is one critical section. It computes the next state from the current one,
-assigns it, and returns what its caller does afterwards, outside of the mutex: to
-release the key, to verify the hold, or to report its loss. The table in
-docs/architecture.md has every state and every event.
+The table in docs/architecture.md has every state and every event.
 """
 
 from __future__ import annotations
@@ -131,7 +128,7 @@ def event(
     """Make a rule an event of ``Life``: one critical section.
 
     The rule receives the state as ``old``. The event replaces it by the next state, and
-    returns the effect.
+    returns what its caller does afterwards, outside of the mutex.
     """
 
     @wraps(rule)
