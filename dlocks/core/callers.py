@@ -138,11 +138,12 @@ def add(entry: Entry) -> None:
                 # Those of ended holds are forgotten.
                 entries[:] = [*_current(entries), entry]
             now = _by_caller.get(caller)
-            if now is not None and entry in now.entries.get(place, ()):
-                break
-        own.added += 1
-        if own.added > own.clean_at:
-            _clean_up(own)
+            if now is None or entry not in now.entries.get(place, ()):
+                continue
+            own.added += 1
+            if own.added > own.clean_at:
+                _clean_up(own)
+            return
 
 
 def remove(entry: Entry) -> None:
