@@ -393,12 +393,6 @@ def acts_for(caller: Any) -> bool:
 # Requests of a caller, outside of its transaction and pool.
 
 
-def is_outside(backend: Backend) -> bool:
-    """Return whether leases are requested on another connection than the caller's."""
-    inside = backend.in_transaction() and backend.refusal(ANY_LEASE) is None
-    return inside or backend.connect_first is not None
-
-
 def holding_of(caller: Caller, backend: Backend) -> tuple[HeldKey, ...]:
     """Return what a caller holds in a backend, as others can see it."""
     held = [
@@ -430,7 +424,8 @@ def read_outside(function: Callable[[], T], backend: Backend, timeout: float) ->
 
 def run_outside(function: Callable[[], T], backend: Backend, timeout: float) -> T:
     """Call a function outside of the caller's transaction and pool."""
-    if is_outside(backend):
+    is_inside = backend.in_transaction() and backend.refusal(ANY_LEASE) is None
+    if is_inside or backend.connect_first is not None:
         refuse_nested()
         return keeper.run(partial(request, function), backend, timeout=timeout)
     return request(function)

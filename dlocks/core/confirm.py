@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from dlocks.core.settlement import pins_here
@@ -121,13 +120,17 @@ def renew_together(holds: Sequence[Any], terms: Terms) -> None:
     guards = [hold.life.state.guards for hold in holds]
     sent, left = _renew_with(holds, terms) if any(terms) else _renew(holds)
     for hold, number in zip(holds, guards, strict=True):
-        if hold.claim.owner not in left and (
-            hold.life.state.is_pinned or hold.life.state.guards != number
-        ):
+        owner = hold.claim.owner
+        if owner in left:
+            if hold.backend.refusal(hold.claim) is None:
+                # Otherwise the caller's transaction wrote it, and may roll it back.
+                hold.lease.record_answer(sent, left[owner])
+            refuse_ended(hold)
+        elif hold.life.state.is_pinned or hold.life.state.guards != number:
             # A guard had locked the row, and the request found its old lease.
             check(hold)
         else:
-            record_renewal(hold, sent, left)
+            raise hold.end_as_lost()
 
 
 def _renew(holds: Sequence[Any]) -> tuple[float, Mapping[str, float]]:
@@ -142,7 +145,8 @@ def _renew(holds: Sequence[Any]) -> tuple[float, Mapping[str, float]]:
     except BaseException:
         # It may be carried out all the same, perhaps after one with another ttl.
         for hold, claim in zip(holds, claims, strict=True):
-            hold.lease.record_failure(sent, claim.ttl)
+            if hold.lease.changed_at > sent:
+                hold.lease.record_answer(sent, claim.ttl)
         raise
 
 
@@ -154,7 +158,14 @@ def _renew_with(
     A row may be locked for a moment. Raise LockBackendError if it stays locked.
     """
     first = holds[0]
-    change = partial(_change, holds, terms)
+
+    def change() -> tuple[float, Mapping[str, float]]:
+        for hold in holds:
+            hold.lease.change(*terms)
+        sent = clock.now()
+        claims = [hold.next_claim() for hold in holds]
+        return sent, request(first.backend.renew, claims)
+
     refuse_nested()
     for number in range(TRIES):
         # By the keeper, so that no renewal with the other terms comes after it. In a
@@ -183,24 +194,6 @@ def _is_shorter(hold: Any, left: Mapping[str, float]) -> bool:
         return False
     # A quorum rounds.
     return bool(seconds < 0.999 * hold.next_claim().ttl)
-
-
-def _change(holds: Sequence[Any], terms: Terms) -> tuple[float, Mapping[str, float]]:
-    for hold in holds:
-        hold.lease.change(*terms)
-    sent = clock.now()
-    claims = [hold.next_claim() for hold in holds]
-    return sent, request(holds[0].backend.renew, claims)
-
-
-def record_renewal(hold: Any, sent: float, left: Mapping[str, float]) -> None:
-    """Record the reply to the caller's renewal: the seconds left, by owner."""
-    if hold.claim.owner not in left:
-        raise hold.end_as_lost()
-    if hold.backend.refusal(hold.claim) is None:
-        # Otherwise the caller's transaction wrote it, and may roll it back.
-        hold.lease.record_answer(sent, left[hold.claim.owner])
-    refuse_ended(hold)
 
 
 def refuse_ended(hold: Any) -> None:

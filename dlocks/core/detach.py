@@ -43,9 +43,16 @@ def detach(hold: Holding, within: Duration | None, offer: object) -> str:
     """
     ttl = checked_ttl("within", within, [hold], "detached") or hold.lease.claim.ttl
     _refuse(hold)
+    # An entry that is added meanwhile has another caller, so it refuses the offer.
+    mine = [one.caller for one in hold.life.state.entries if acts_for(one.caller)]
+    hold.end_if_expired()
+    refuse_ended(hold)
     try:
-        left = _transfer(hold, ttl, offer)
-        return signing.dumps(_data_of(hold, *left), salt=SALT)
+        if hold.life.offer(mine, offer):
+            raise _why_not_offered(hold)
+        min_hold, max_hold = hold.min_hold_left, hold.lease.last_at - clock.now()
+        _pass_on(hold, dataclasses.replace(hold.claim, ttl=min(ttl, max_hold)))
+        return signing.dumps(_data_of(hold, min_hold, max_hold), salt=SALT)
     except BaseException:
         # It was interrupted, so no process will receive the text.
         recall(hold, offer)
@@ -108,23 +115,6 @@ def _refuse(hold: Holding) -> None:
         raise RuntimeError(f"{key!r} cannot be handed over here. {why}")
 
 
-def _transfer(hold: Holding, ttl: float, offer: object) -> tuple[float, float]:
-    """End the hold here, without releasing the key.
-
-    The lease lasts for ``ttl`` more seconds. Return the seconds left of ``min_hold``
-    and ``max_hold``.
-    """
-    # An entry that is added meanwhile has another caller, so it refuses the offer.
-    mine = [one.caller for one in hold.life.state.entries if acts_for(one.caller)]
-    hold.end_if_expired()
-    refuse_ended(hold)
-    if hold.life.offer(mine, offer):
-        raise _why_not_offered(hold)
-    left = hold.min_hold_left, hold.lease.last_at - clock.now()
-    _pass_on(hold, dataclasses.replace(hold.claim, ttl=min(ttl, left[1])))
-    return left
-
-
 def _why_not_offered(hold: Holding) -> Exception:
     """Return the error for a hold that another caller uses, or that has ended."""
     state = hold.life.state
@@ -170,7 +160,8 @@ def _extend_lease(hold: Holding, claim: Claim) -> bool:
         # Here, because the request may come after its caller has given up waiting. It
         # may also change the lease although there is no reply.
         hold.lease.shorten(clock.now() + claim.ttl)
-        hold.lease.renew_soon()
+        hold.lease.renew_at = clock.now()
+        keeper.check_soon()
         left = request(hold.backend.renew, [claim])
         if claim.owner not in left:
             return False

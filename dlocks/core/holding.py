@@ -91,8 +91,8 @@ class Holding:
     def is_lost(self) -> bool:
         """Return whether the hold was taken from the callers of its entries."""
         state = self.life.state
-        ends = Reason.LOST, Reason.ORPHANED, Reason.EXIT, Reason.RECALLED
-        return bool(state.entries) and state.reason in ends
+        others = None, Reason.RELEASED, Reason.DETACHED
+        return bool(state.entries) and state.reason not in others
 
     @property
     def held(self) -> bool:

@@ -157,11 +157,6 @@ class Lease:
         renews = self.renewed_until == FOREVER
         self.put_off_renewal("another transaction had locked its row" if renews else "")
 
-    def record_failure(self, sent: float, seconds: float) -> None:
-        """Record a renewal that has no reply. It may end a longer lease early."""
-        if self.changed_at > sent:
-            self.record_answer(sent, seconds)
-
     def put_off_renewal(self, why: BaseException | str) -> None:
         """Let the next renewal follow after a short delay, and note the reason."""
         # The errors of some drivers have several lines.
@@ -172,11 +167,6 @@ class Lease:
             SOONEST_RENEWAL, min(self.claim.ttl / 10, (self.deadline - now) / 4)
         )
         self.renew_at = now + min(delay, self._renew_every)
-
-    def renew_soon(self) -> None:
-        """Let the next renewal follow at once, if there is one."""
-        self.renew_at = clock.now()
-        keeper.check_soon()
 
     def why_not(self) -> str:
         """Return why it is over, if no reason is known."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dlocks.core.entry import Entry
 from dlocks.core.life import Effect, Reason
 from dlocks.runtime.keeper import keeper
 from dlocks.runtime.threads import Latch
@@ -29,17 +28,13 @@ def transactions_of(hold: Any) -> Sequence[TransactionMarker]:
         return ()
     opened = open_connections()
     if hold.lock.release_at == "exit" and all(
-        map(_leaves_at_exit, hold.life.state.entries)
+        entry.lock.release_at == "exit" for entry in hold.life.state.entries
     ):
         # A rollback would undo a release written beside the only writer.
         has_one_writer = hold.backend.refusal(hold.claim) is not None
         database = hold.backend.database
         opened = [one for one in opened if has_one_writer and one.alias == database]
     return [TransactionMarker.whole(one) for one in opened] if opened else ()
-
-
-def _leaves_at_exit(entry: Entry) -> bool:
-    return bool(entry.lock.release_at == "exit")
 
 
 def pins_here(hold: Any) -> list[TransactionMarker]:
