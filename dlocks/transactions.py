@@ -201,33 +201,19 @@ class TransactionMarker:
 
 
 class OwnTransaction:
-    """The transaction of this thread that keeps a key from this point on."""
+    """The transaction of this thread that keeps a key.
+
+    It has the point at which the row was locked, and the outermost transaction around
+    that point.
+    """
 
     def __init__(self, database: str, key: Any) -> None:
         self.connection = connection_of(database)
-        self._point = TransactionMarker.here(self.connection)
+        self.point = TransactionMarker.here(self.connection)
         # A TestCase never commits, and its users count the on_commit() callbacks.
-        whole = self._point if in_testcase(self.connection) else None
-        self._whole = whole or TransactionMarker.whole(self.connection)
-        self._point.keep(key, self._whole)
-
-    @property
-    def stands(self) -> bool:
-        return self._point.stands
-
-    @property
-    def has_ended(self) -> bool:
-        """Return whether its outermost transaction was committed or rolled back."""
-        return self._whole.has_ended
-
-    @property
-    def is_broken(self) -> bool:
-        return self.connection.needs_rollback
-
-    @property
-    def is_elsewhere(self) -> bool:
-        """Return whether it belongs to another thread."""
-        return connection_of(self.connection.alias) is not self.connection
+        whole = self.point if in_testcase(self.connection) else None
+        self.whole = whole or TransactionMarker.whole(self.connection)
+        self.point.keep(key, self.whole)
 
 
 def _savepoints_of(connection: BaseDatabaseWrapper) -> set[str]:

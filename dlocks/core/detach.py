@@ -11,7 +11,6 @@ from django.core import signing
 
 from dlocks.core.callers import acts_for
 from dlocks.core.confirm import checked_ttl, refuse_ended
-from dlocks.core.explain import lost_error
 from dlocks.core.holding import Holding
 from dlocks.core.life import Effect, Phase
 from dlocks.exceptions import LockBackendError
@@ -120,7 +119,7 @@ def _why_not_offered(hold: Holding) -> Exception:
     state = hold.life.state
     was_left = state.phase is Phase.DETACHING and state.is_kept
     if not was_left and (hold.is_over or not state.entries):
-        return lost_error(hold)
+        return hold.lost_error()
     why = " before the end of a transaction in which it was left."
     if state.is_pinned:
         why = " inside hold.atomic()."

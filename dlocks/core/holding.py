@@ -25,6 +25,7 @@ from dlocks.core.watch import Watch
 from dlocks.exceptions import LockBackendError, LockError, LockLost
 from dlocks.runtime import clock
 from dlocks.runtime.clock import FOREVER
+from dlocks.runtime.connected import connection_of
 from dlocks.runtime.keeper import LONGEST_TIMEOUT, keeper
 from dlocks.runtime.requests import refuse_nested, request
 from dlocks.runtime.threads import this_thread
@@ -100,7 +101,7 @@ class Holding:
         if self.is_over:
             return False
         if self.transaction is not None:
-            return self.transaction.stands
+            return self.transaction.point.stands
         return clock.now() < self.life.state.deadline
 
     @property
@@ -137,7 +138,7 @@ class Holding:
     def has_run_out(self) -> bool:
         """Return whether its lease is over for good, or its transaction has ended."""
         if self.transaction is not None:
-            return not self.transaction.stands
+            return not self.transaction.point.stands
         return clock.now() >= self.life.state.deadline and not self.may_be_late
 
     @property
@@ -214,7 +215,8 @@ class Holding:
 
     def refuse_other_thread(self) -> None:
         """Raise RuntimeError if the hold belongs to another thread's transaction."""
-        if self.transaction is not None and self.transaction.is_elsewhere:
+        own, database = self.transaction, self.backend.database
+        if own is not None and connection_of(database) is not own.connection:
             raise RuntimeError(
                 f"{self.lock.key!r} is held by a transaction of another thread. Only"
                 " that thread can use the hold."
@@ -411,7 +413,7 @@ class Holding:
         """
         if self.life.state.phase is Phase.ENDED or self.transaction is None:
             return False
-        if not self.transaction.has_ended:
+        if not self.transaction.whole.has_ended:
             self.refuse_other_thread()
             return False
         return True
@@ -423,7 +425,7 @@ class Holding:
         reported here.
         """
         own = self.transaction
-        was_broken = own is not None and own.is_broken
+        was_broken = own is not None and own.connection.needs_rollback
         try:
             released = done or self.ask(
                 self.backend.release,
@@ -435,7 +437,7 @@ class Holding:
             self.is_released = True
             if own is None:
                 raise
-            if own.is_broken and not was_broken:
+            if own.connection.needs_rollback and not was_broken:
                 # The server has rolled it back because another node of the cluster was
                 # first.
                 raise self.lost_error(

@@ -49,7 +49,7 @@ def is_undone(hold: Any) -> bool:
     Only the transactions of this thread count.
     """
     if hold.transaction is not None:
-        return bool(hold.transaction.is_broken)
+        return bool(hold.transaction.connection.needs_rollback)
     return any(pin.is_undone for pin in pins_here(hold))
 
 
