@@ -254,14 +254,12 @@ def _newest(lock: Any, caller: Any) -> Acquired | None:
         for place in one._places_of(caller)
         for entry in entries_at(caller, place)
     ]
-    found = {
-        one.number: one
-        for entry in entries
-        if (one := entry.acquired) is not None and one.lock == lock and one.is_open
-    }
-    in_order = [found[number] for number in sorted(found)]
-    free = [one for one in in_order if not one.is_in_block]
-    return next(reversed(free or in_order), None)
+    # Each once, because the comparison of two locks on many keys takes long.
+    by_number = {one.number: one for entry in entries if (one := entry.acquired)}
+    ordered = [by_number[number] for number in sorted(by_number)]
+    found = [one for one in ordered if one.lock == lock and one.is_open]
+    free = [one for one in found if not one.is_in_block]
+    return next(reversed(free or found), None)
 
 
 def has_ended(caller: Any) -> bool:

@@ -282,22 +282,17 @@ class Holding:
         Raise LockLost if the hold was lost, or if a block outlived its transaction.
         """
         if entry in self.life.state.entries:
-            event = partial(self.life.leave, entry, by=by)
-            self._leave(event, entry, failed=failed, at_block_end=at_block_end)
+            event = partial(self.life.leave, entry, by=by, failed=failed)
+            self._leave(event, entry, at_block_end=at_block_end)
 
     def leave_one(self, caller: Caller, *, failed: bool = False) -> None:
         """Leave the newest entry of a caller, or another one without a block."""
         if self.life.state.entries:
-            event = partial(self.life.leave_one, caller)
-            self._leave(event, None, failed=failed, at_block_end=False)
+            event = partial(self.life.leave_one, caller, failed=failed)
+            self._leave(event, None, at_block_end=False)
 
     def _leave(
-        self,
-        event: Callable[..., Effect],
-        entry: Entry | None,
-        *,
-        failed: bool,
-        at_block_end: bool,
+        self, event: Callable[..., Effect], entry: Entry | None, *, at_block_end: bool
     ) -> None:
         """Leave by an event of ``Life``."""
         refuse_nested()
@@ -313,11 +308,11 @@ class Holding:
             if not self.held:
                 self.end_if_expired()
             within = transactions_of(self)
-            effect = event(within, failed=failed)
+            effect = event(within)
             if effect is Effect.VERIFY:
-                verified = partial(event, within, verified=True)
-                self._verify_before_leave(verified)
-                effect = verified(failed=failed)
+                leave = partial(event, within, verified=True)
+                self._verify_before_leave(leave)
+                effect = leave()
             if effect is Effect.NOTHING and self.life.state.reason is Reason.LOST:
                 # It was lost just now, and its on_lost has left the entry.
                 effect = Effect.LOST
