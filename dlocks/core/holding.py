@@ -13,14 +13,14 @@ from functools import partial
 from typing import Any
 
 from dlocks.backends.base import Backend
-from dlocks.core import callers, explain, losses
+from dlocks.core import callers, explain, losses, settlement
 from dlocks.core.callers import Caller, Place
 from dlocks.core.confirm import verify
 from dlocks.core.entry import Entry
 from dlocks.core.lease import Lease
 from dlocks.core.life import Effect, Life, Phase, Reason
 from dlocks.core.policy import LockPolicy
-from dlocks.core.settlement import Settlement, is_undone, transactions_of
+from dlocks.core.settlement import is_undone, transactions_of
 from dlocks.core.watch import Watch
 from dlocks.exceptions import LockBackendError, LockError, LockLost
 from dlocks.runtime import clock
@@ -42,8 +42,6 @@ class Holding:
     face: Any = None
     # Whether the backend has replied to the release.
     is_released = False
-    # What ends it, while only transactions keep it.
-    _settlement: Settlement | None = None
     # What keeps the key in transaction scope.
     transaction: OwnTransaction | None = None
 
@@ -339,7 +337,7 @@ class Holding:
     def perform(self, effect: Effect) -> None:
         """Do what an event asks for, after a caller has left."""
         if effect is Effect.NOTHING:
-            self._await_transactions()
+            settlement.await_transactions(self)
             return
         if effect is Effect.RELEASE:
             self.unwatch()
@@ -397,7 +395,7 @@ class Holding:
             self.unwatch()
             if state.reason is not Reason.DETACHED:
                 self.release_again()
-        self._await_transactions()
+        settlement.await_transactions(self)
 
     def has_ended_with_transaction(self) -> bool:
         """Return whether the hold has ended with its own transaction.
@@ -473,7 +471,6 @@ class Holding:
     def unwatch(self) -> None:
         """Stop watching a hold that has ended."""
         keeper.remove(self)
-        vars(self).pop("_settlement", None)
         if (left_by := self.life.state.left_by) is not None:
             callers.remove(left_by)
 
@@ -501,23 +498,15 @@ class Holding:
 
     # The end of transactions.
 
-    def _await_transactions(self) -> None:
-        """Release a lease that was left when its transactions end."""
-        if self.life.state.phase is Phase.LEFT:
-            # Several threads may leave at once. They share the first one that is set.
-            vars(self).setdefault("_settlement", Settlement(self)).begin()
-
     @property
     def to_settle(self) -> bool:
         """Return whether the transactions in which it was left have ended."""
         state = self.life.state
         return state.phase is Phase.LEFT and not state.is_kept
 
-    def settle(self) -> None:
+    def settle(self, timeout: float = settlement.SETTLE_TIMEOUT) -> None:
         """Release a lease that was left, if its transactions have ended."""
-        settlement = self._settlement
-        if settlement is not None:
-            settlement.settle(timeout=0.0)
+        settlement.settle(self, timeout)
 
     # Losses.
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dlocks.core.life import Effect, Reason
+from dlocks.core.life import Effect, Phase, Reason
+from dlocks.runtime import clock
 from dlocks.runtime.keeper import keeper
-from dlocks.runtime.threads import Latch
 from dlocks.transactions import TransactionMarker, open_connections
 
 # Seconds for which the end of a transaction waits while another thread releases a lease
@@ -53,40 +53,37 @@ def is_undone(hold: Any) -> bool:
     return any(pin.is_undone for pin in pins_here(hold))
 
 
-class Settlement:
-    """The release of a lease that was left, when its transactions have ended."""
+def await_transactions(hold: Any) -> None:
+    """Let each of the transactions in which a lease was left settle it at its end."""
+    state = hold.life.state
+    if state.phase is not Phase.LEFT:
+        return
+    for marker in (*state.pins, *state.marks):
+        if hold.settle not in marker.at_commit:
+            marker.at_commit.append(hold.settle)
+    # A rollback drops the on_commit() callbacks, perhaps with the last reference to the
+    # hold.
+    keeper.add_left(hold)
 
-    def __init__(self, hold: Any) -> None:
-        self.hold = hold
-        # Set when the release was sent.
-        self._sent = Latch()
 
-    def begin(self) -> None:
-        """Let each of the transactions settle the hold at its end."""
-        state = self.hold.life.state
-        for marker in (*state.pins, *state.marks):
-            if self.settle not in marker.at_commit:
-                marker.at_commit.append(self.settle)
-        # A rollback drops the on_commit() callbacks, perhaps with the last reference to
-        # the hold.
-        keeper.add_left(self.hold)
+def settle(hold: Any, timeout: float) -> None:
+    """Release a lease that was left, once all of the transactions have ended.
 
-    def settle(self, timeout: float = SETTLE_TIMEOUT) -> None:
-        """Release the lease once all of the transactions have ended.
+    If another thread does so, wait for it, at most ``timeout`` seconds.
+    """
+    try:
+        if hold.life.settle() & Effect.RELEASE:
+            hold.perform_quietly(Effect.RELEASE)
+        elif hold.life.state.reason is Reason.RELEASED:
+            # The keeper may have noticed the end of the transaction first.
+            _await_release(hold, timeout)
+    except BaseException:
+        # Perhaps the release was not sent yet, and nothing else would send it.
+        hold.complete_leave(None)
+        raise
 
-        If another thread does so, wait for it, at most ``timeout`` seconds.
-        """
-        hold = self.hold
-        try:
-            if hold.life.settle() & Effect.RELEASE:
-                hold.perform_quietly(Effect.RELEASE)
-            elif hold.life.state.reason is Reason.RELEASED and not hold.is_released:
-                # The keeper may have noticed the end of the transaction first.
-                self._sent.wait(timeout)
-        except BaseException:
-            # Perhaps the release was not sent yet, and nothing else would send it.
-            hold.complete_leave(None)
-            raise
-        finally:
-            if hold.is_released:
-                self._sent.set()
+
+def _await_release(hold: Any, timeout: float) -> None:
+    until = clock.real_now() + timeout
+    while not hold.is_released and clock.real_now() < until:
+        clock.back_off(0.002)

@@ -58,7 +58,7 @@ class WatchedHold(Protocol):
     def next_claim(self) -> Claim: ...
     def lose(self, why: str) -> None: ...
     def why_gone(self) -> str: ...
-    def settle(self) -> None: ...
+    def settle(self, timeout: float) -> None: ...
 
 
 class Workers:
@@ -160,7 +160,7 @@ class Workers:
         try:
             # The caller may have entered the hold again since this was posted.
             if hold.to_settle:
-                hold.settle()
+                hold.settle(timeout=0.0)
             elif hold.watch.is_orphaned(hold):
                 hold.watch.end_orphaned(hold)
         finally:
