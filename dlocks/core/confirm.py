@@ -145,8 +145,7 @@ def _renew(holds: Sequence[Any]) -> tuple[float, Mapping[str, float]]:
     except BaseException:
         # It may be carried out all the same, perhaps after one with another ttl.
         for hold, claim in zip(holds, claims, strict=True):
-            if hold.lease.changed_at > sent:
-                hold.lease.record_answer(sent, claim.ttl)
+            hold.lease.record_failure(sent, claim.ttl)
         raise
 
 

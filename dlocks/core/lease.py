@@ -157,6 +157,11 @@ class Lease:
         renews = self.renewed_until == FOREVER
         self.put_off_renewal("another transaction had locked its row" if renews else "")
 
+    def record_failure(self, sent: float, seconds: float) -> None:
+        """Record a renewal that has no reply. It may end a longer lease early."""
+        if self.changed_at > sent:
+            self.record_answer(sent, seconds)
+
     def put_off_renewal(self, why: BaseException | str) -> None:
         """Let the next renewal follow after a short delay, and note the reason."""
         # The errors of some drivers have several lines.
