@@ -336,9 +336,6 @@ class Holding:
 
     def perform(self, effect: Effect) -> None:
         """Do what an event asks for, after a caller has left."""
-        if effect is Effect.NOTHING:
-            settlement.await_transactions(self)
-            return
         if effect is Effect.RELEASE:
             self.unwatch()
             self.send_release()
@@ -348,6 +345,7 @@ class Holding:
             raise self.lost_error()
         if effect & Effect.REFUSED:
             raise explain.release_error(self)
+        settlement.await_transactions(self)
 
     def perform_loss(self, effect: Effect) -> None:
         """Do what a loss asks for. The caller learns of no error of its release."""
