@@ -292,11 +292,12 @@ class Holding:
     def _leave(
         self, event: Callable[..., Effect], entry: Entry | None, *, at_block_end: bool
     ) -> None:
-        """Leave by an event of ``Life``."""
+        """Leave an entry by an event of ``Life``, which may choose it."""
         refuse_nested()
-        before = self.life.state.entries
+        before = self.life.state.entries if entry is None else (entry,)
         # The work was committed under the lock, or undone.
-        has_ended = self.transaction and self.has_ended_with_transaction()
+        in_own = self.transaction is not None
+        has_ended = in_own and self.has_ended_with_transaction()
         try:
             if has_ended and not at_block_end:
                 # Nothing is to be released.
@@ -531,10 +532,8 @@ class Holding:
         self._end_for_caller(effect)
 
     def _end_for_caller(self, effect: Effect) -> None:
-        """Do what a loss asks for, of which the caller learns by an error.
-
-        This comes first, since ``on_lost`` may acquire the key again.
-        """
+        """Do what a loss asks for, of which the caller learns by an error."""
+        # First, since on_lost may acquire the key again.
         if self.life.state.reason is not None:
             self.forget_entries()
         self.perform_loss(effect)
