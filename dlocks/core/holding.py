@@ -90,8 +90,7 @@ class Holding:
     def is_lost(self) -> bool:
         """Return whether the hold was taken from the callers of its entries."""
         state = self.life.state
-        others = None, Reason.RELEASED, Reason.DETACHED
-        return bool(state.entries) and state.reason not in others
+        return bool(state.entries) and state.is_lost
 
     @property
     def held(self) -> bool:

@@ -87,9 +87,8 @@ class State(NamedTuple):
     guards: int = 0
     # Transactions in which a lease was left, and at whose end it is released.
     marks: tuple[Transaction, ...] = ()
-    # The offer of the hold to another process, and the entry that is passed on.
+    # The identity of the call that has offered the hold to another process.
     offer: object = None
-    offered: Entry | None = None
     # The last entry that was left, if a transaction has kept the key after it.
     left_by: Entry | None = None
     # The locks that learn of a loss: those of the entries that were open then, or that
@@ -104,6 +103,14 @@ class State(NamedTuple):
     reason: Reason | None = None
     # Why it was lost, for people.
     why: str = ""
+
+    @property
+    def is_lost(self) -> bool:
+        """Return whether the hold was taken from its callers.
+
+        The only entry of a hold that is passed on has offered it.
+        """
+        return self.reason not in (None, Reason.RELEASED, Reason.DETACHED)
 
     @property
     def is_kept(self) -> bool:
@@ -393,9 +400,7 @@ class Life:
             or old.is_kept
         ):
             return old, Effect.LOST
-        entry = old.entries[0]
-        new = old._replace(phase=Phase.DETACHING, offer=offer, offered=entry)
-        return new, Effect.NOTHING
+        return old._replace(phase=Phase.DETACHING, offer=offer), Effect.NOTHING
 
     @event
     def detach(self, old: State) -> Next:
@@ -416,7 +421,7 @@ class Life:
         """
         if old.phase is not Phase.DETACHING:
             return old, Effect.NOTHING
-        held = old._replace(phase=Phase.HELD, offer=None, offered=None)
+        held = old._replace(phase=Phase.HELD, offer=None)
         return (held, Effect.NOTHING) if old.entries else _settled(held)
 
     @event
@@ -453,7 +458,7 @@ def _leave(
     if old.phase is Phase.ENDED:
         rest = _without(old.entries, (entry,))
         new = old._replace(entries=rest, failed=failed, min_hold_until=until)
-        return new, _effect_after_end(new, entry)
+        return new, _effect_after_end(new)
     is_last = len(old.entries) == 1
     marks = old.marks
     if within or marks:
@@ -485,10 +490,9 @@ def _leave(
     ), effect
 
 
-def _effect_after_end(new: State, entry: Entry) -> Effect:
+def _effect_after_end(new: State) -> Effect:
     """Return what the leave of an entry means after the end of its hold."""
-    is_passed_on = new.reason is Reason.DETACHED and entry is new.offered
-    if new.reason is Reason.RELEASED or is_passed_on:
+    if not new.is_lost:
         return Effect.NOTHING
     if new.reason is Reason.LOST and not new.entries:
         # No caller has released the row, which is perhaps still there.
@@ -505,9 +509,7 @@ def _settled(old: State) -> Next:
 
 def _lose(old: State, why: str) -> Next:
     if old.phase is Phase.ENDED:
-        # A key that was released is not lost.
-        lost = old.reason not in (Reason.RELEASED, Reason.DETACHED)
-        return old, Effect.LOST if lost else Effect.NOTHING
+        return old, Effect.LOST if old.is_lost else Effect.NOTHING
     effect = Effect.REPORT | Effect.LOST
     if not old.entries:
         # No entry is left to release the row, which is perhaps still there.

@@ -102,7 +102,7 @@ class World:
             tuple([number(one, one.caller) for one in state.arriving]),
             tuple([(one.name, one.stands) for one in state.pins]),
             frozenset([(one.name, one.stands) for one in state.marks]),
-            number(state.offered) if state.offered else None,
+            state.offer,
             state.reason,
             state.deadline,
             self.owner,
@@ -306,7 +306,7 @@ def detacher(name: str = "A", *, fails: bool = False, interrupted: str = "") -> 
     """
 
     def steps(w: World) -> Steps:
-        mine = object()
+        mine = f"{name} {fails} {interrupted}"
         if w.saw(name, w.life.offer([name], mine)):
             return
         yield

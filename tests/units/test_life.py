@@ -232,10 +232,8 @@ _end(old, Reason.RELEASED), Effect.RELEASE
     ),
     "an exit ends blocks in silence": (
         "an exit and a detach",
-        "lost = old.reason not in (Reason.RELEASED, Reason.DETACHED)",
-        "lost = old.reason is Reason.LOST",
-        "    if new.reason is Reason.RELEASED or is_passed_on:",
-        "    if new.reason is not Reason.LOST or is_passed_on:",
+        "return self.reason not in (None, Reason.RELEASED, Reason.DETACHED)",
+        "return self.reason is Reason.LOST",
     ),
     "another thread releases under a block": (
         "blocks of other threads",
