@@ -164,9 +164,8 @@ class Holding:
 
         Not where nothing will release it, nor beyond ``max_hold``.
         """
-        if self.is_over or self.life.state.is_pinned:
-            return False
-        return self.lease.can_grow
+        is_pinned = self.life.state.is_pinned
+        return not self.is_over and self.lease.can_grow and not is_pinned
 
     @property
     def min_hold_left(self) -> float:
