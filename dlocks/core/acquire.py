@@ -1,8 +1,6 @@
 """The acquisition of one or several keys: the requests, the wait, and its end.
 
-An acquisition is a generator, which runs in its caller's thread or task. It yields
-functions that send requests, and seconds to wait. A driver (``dlocks.core.drive``)
-calls the functions and waits.
+A driver (``dlocks.core.drive``) lets it advance, and waits in between.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ import os
 import sys
 import tracemalloc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -24,7 +22,6 @@ from dlocks.core.attempt import DONE, Attempt, Wakeup, ask_for
 from dlocks.core.callers import Block, Caller, FrameId
 from dlocks.core.entry import Entry
 from dlocks.core.hold import Hold
-from dlocks.core.holding import Holding
 from dlocks.core.losses import LossOfMember
 from dlocks.core.policy import FROM_SETTINGS, FromSettings, LockPolicy
 from dlocks.exceptions import LockShutDown
@@ -32,9 +29,6 @@ from dlocks.runtime import clock
 from dlocks.runtime.clock import FOREVER
 from dlocks.runtime.keeper import keeper
 from dlocks.runtime.waits import waits
-
-# A request to make, or seconds to wait, or None to wait until the caller is woken.
-Step = Callable[[], Any] | float | None
 
 
 class Acquisition:
@@ -79,22 +73,10 @@ class Acquisition:
             self._locks = [(lock, key or lock._full_key(self.backend))]
         else:
             self._locks = self._members()
-        # An attempt has no reference to this object. No cycle keeps the hold alive.
-        self._attempt = partial(
-            Attempt,
-            backend=self.backend,
-            caller=caller,
-            wakeup=wakeup,
-            timeout=self.timeout,
-            began=self.began,
-            block=frame_id is not None,
-        )
-        self.attempts = [self._attempt(*self._locks[0])]
-        if len(self._locks) > 1:
-            self.attempts = self._new_attempts()
-        self._has_begun = False
+        self.attempts = self._new_attempts()
+        # Whether all keys were claimed at once, and whether this counts as a wait.
+        self._has_begun = self._waits = False
         self._pid = os.getpid()
-        self.answer: Any = None
         self.result: Hold | None = None
         # The block that has begun, to be undone if the caller does not enter it.
         self.opened: Block | None = None
@@ -108,41 +90,49 @@ class Acquisition:
         return [(one, one._full_key(self.backend)) for one in locks]
 
     def _new_attempts(self) -> list[Attempt]:
-        attempts = [self._attempt(lock, key) for lock, key in self._locks]
-        for attempt in attempts:
-            attempt.entry.is_member = True
+        attempts = []
+        for lock, key in self._locks:
+            # It has no reference to this object. No cycle keeps the hold alive.
+            attempt = Attempt(
+                lock,
+                key,
+                backend=self.backend,
+                caller=self.caller,
+                wakeup=self.wakeup,
+                timeout=self.timeout,
+                began=self.began,
+                block=self.frame_id is not None,
+            )
+            attempt.entry.is_member = len(self._locks) > 1
+            attempts.append(attempt)
         return attempts
 
     @property
     def has_transaction_scope(self) -> bool:
         return any(attempt.has_transaction_scope for attempt in self.attempts)
 
-    def steps(self) -> Iterator[Step]:
-        """Yield a request to make and seconds to wait, in turns.
+    def advance(self) -> Any:
+        """Request the missing keys. Return DONE, or the seconds until the next call.
 
-        The driver puts the answer to the request into ``answer``. In the end, the hold
-        is in ``result``.
+        None is no limit: the caller is woken. In the end, the hold is in ``result``.
         """
-        has_waited = False
-        while self.is_stopped is None or not self.is_stopped():
-            yield self._try
-            pause = self.answer
-            waits_now = pause is not DONE and pause != 0
-            for attempt in self.attempts:
-                # It has joined the queue, which others see, perhaps before a shutdown.
-                waits_now = waits_now or attempt.paused
-            if waits_now and not has_waited:
-                has_waited = True
-                if not waits.begin(self):
-                    raise self._shut_down()
-            if pause is DONE:
-                if has_waited and not waits.complete(self):
-                    raise self._shut_down()
-                return
-            yield pause
-            if has_waited and not waits.is_open(self):
+        if self._waits and not waits.is_open(self):
+            raise self._shut_down()
+        if self.is_stopped is not None and self.is_stopped():
+            self.cancel()
+            return DONE
+        pause = self._try()
+        must_wait = pause is not DONE and pause != 0
+        for attempt in self.attempts:
+            # It has joined the queue, which others see, perhaps before a shutdown.
+            must_wait = must_wait or attempt.paused
+        if must_wait and not self._waits:
+            self._waits = True
+            if not waits.begin(self):
                 raise self._shut_down()
-        yield self.cancel
+        if pause is DONE and self._waits and not waits.complete(self):
+            raise self._shut_down()
+        return pause
 
     def _shut_down(self) -> LockShutDown:
         """Return the error, which names the key that was waited for."""
@@ -175,12 +165,11 @@ class Acquisition:
             if self._on_lost is not None:
                 # Before the last look, since it reports each loss that follows.
                 self._on_lost.holds[:] = [weakref.ref(hold)]
-            if not all(map(_is_held, self.attempts)):
+            if not all(part.count > 1 or part.held for part in parts):
                 # A hold was lost during the wait. Acquiring it again now would violate
                 # the order of the keys.
                 self.cancel()
                 self.attempts, self._has_begun = self._new_attempts(), False
-                self.wakeup.arm()
                 return 0.0
         self._finish(hold, entries)
         return DONE
@@ -245,11 +234,6 @@ class Acquisition:
         # What is part of a transaction ends with it.
         if not self.has_transaction_scope:
             keeper.post(self.cancel, self.backend)
-
-
-def _is_held(attempt: Attempt) -> bool:
-    hold: Holding = attempt.entry.hold
-    return hold.count > 1 or hold.held
 
 
 def _line_of_caller() -> tuple[str, int]:

@@ -47,14 +47,13 @@ CANNOT_CANCEL = (
 # What an error says if a reply was lost and the cancellation failed too.
 NOTE = "If the key was acquired all the same, it is free again when its ttl has passed."
 
-# The answer to a request that has ended the acquisition, and the end of the steps.
+# The end of the requests of an acquisition.
 DONE = object()
 
 
 class Wakeup(Protocol):
     """What wakes a waiting caller."""
 
-    def arm(self) -> None: ...
     def wake(self) -> None: ...
     def rest(self, seconds: float | None) -> Any: ...
 
@@ -139,7 +138,6 @@ class Attempt:
         self._request()
         if self.is_granted:
             return DONE
-        self.wakeup.arm()
         left_for = until_reentry(self.caller, self.place)
         pause = min(self._pause(), left_for)
         return None if pause == FOREVER else pause

@@ -1,6 +1,6 @@
 """The drivers of acquisitions: one for threads, and one for event loops.
 
-A driver makes the requests of an acquisition, and waits between them. Unless a grant
+A driver lets an acquisition make its requests, and waits between them. Unless a grant
 ends it, the driver lets the acquisition leave its entries and cancel its claims. So it
 earns promise 7 of docs/safety.md.
 """
@@ -8,8 +8,7 @@ earns promise 7 of docs/safety.md.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 from dlocks.core.acquire import Acquisition
 from dlocks.core.attempt import DONE
@@ -20,15 +19,10 @@ from dlocks.runtime.threads import Flag
 
 def drive(acquisition: Acquisition) -> Any:
     """Run an acquisition in this thread, and return its hold."""
-    steps: Iterator[Any] = acquisition.steps()
     try:
         try:
             while True:
-                request: Any = next(steps, DONE)
-                if request is DONE:
-                    return acquisition.result
-                acquisition.answer = request()
-                pause: Any = next(steps, DONE)
+                pause = acquisition.advance()
                 if pause is DONE:
                     return acquisition.result
                 with waiting_for_a_lock():
@@ -53,13 +47,8 @@ async def adrive(acquisition: Acquisition) -> Any:
 
 
 async def _adrive(acquisition: Acquisition, requests: Undoable) -> Any:
-    steps: Iterator[Any] = acquisition.steps()
     while True:
-        request: Any = next(steps, DONE)
-        if request is DONE:
-            return acquisition.result
-        acquisition.answer = await requests.make(request)
-        pause: Any = next(steps, DONE)
+        pause = await requests.make(acquisition.advance)
         if pause is DONE:
             return acquisition.result
         with waiting_for_a_lock():
@@ -67,20 +56,17 @@ async def _adrive(acquisition: Acquisition, requests: Undoable) -> Any:
 
 
 class ThreadWakeup:
-    """Wakes a waiting thread. Its flag is created when it is first needed."""
+    """Wakes a waiting thread."""
 
-    _flag: Flag | None = None
-
-    def arm(self) -> None:
-        """Prepare for ``wake()``, before another thread learns of this one."""
-        self._flag = self._flag or Flag()
+    @property
+    def _flag(self) -> Flag:
+        # Usually there is no wait. Two threads may need the first one at once.
+        return cast("Flag", vars(self).setdefault("_made", Flag()))
 
     def wake(self) -> None:
-        if self._flag is not None:
-            self._flag.set()
+        self._flag.set()
 
     def rest(self, seconds: float | None) -> None:
-        self._flag = self._flag or Flag()
         clock.rest(self._flag, seconds)
 
 
@@ -90,9 +76,6 @@ class TaskWakeup:
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._event = asyncio.Event()
-
-    def arm(self) -> None:
-        """Do nothing."""
 
     def wake(self) -> None:
         clock.call_in(self._loop, self._event.set)

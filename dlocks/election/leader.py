@@ -66,9 +66,6 @@ class RealThreadWakeup(Flag):
 
     wake, rest = Flag.set, Flag.wait
 
-    def arm(self) -> None:
-        """Do nothing."""
-
 
 class RealTaskWakeup(TaskWakeup):
     """Wakes a task, which rests for real time."""

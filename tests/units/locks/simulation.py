@@ -218,20 +218,15 @@ class Simulation:
         if self.holds[number] is not None:
             self.release(number)
             return
-        attempt = self.attempts[number]
-        if attempt is None:
+        acquisition = self.attempts[number]
+        if acquisition is None:
             lock = db_lock(KEY, using=f"simulated {number}", renew=number != 2)
             acquisition = Acquisition(lock, self.people[number], ThreadWakeup())
-            attempt = self.attempts[number] = acquisition, acquisition.steps()
-        acquisition, steps = attempt
+            self.attempts[number] = acquisition
         floor = max(self.tokens, default=0)
         began = self.state.version
         try:
-            step = next(steps, None)
-            if callable(step):
-                # The answer to a request is its result, or the length of a pause.
-                acquisition.answer = step()
-                step = next(steps, None)
+            acquisition.advance()
             hold = acquisition.result
             if hold is None:
                 return
