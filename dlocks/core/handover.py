@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
+from typing import Any
 
 from django.core import signing
 
 from dlocks.core.acquire import Acquisition
 from dlocks.core.attempt import ask_for
-from dlocks.core.callers import Caller, current_caller
+from dlocks.core.callers import current_caller
 from dlocks.core.detach import SALT
 from dlocks.core.drive import ThreadWakeup
 from dlocks.core.hold import Hold
 from dlocks.core.lock import Lock
-from dlocks.exceptions import LockError, LockLost
+from dlocks.exceptions import LockLost
 from dlocks.runtime import clock
 from dlocks.runtime.coroutines import make_undoable
-from dlocks.runtime.keeper import keeper
 from dlocks.runtime.requests import refuse_nested
 
 
@@ -34,33 +33,30 @@ def resume_hold(text: str, *, on_lost: Callable[[Hold], object] | None = None) -
     already resumed. Raise ``django.core.signing.BadSignature`` if this project did not
     sign the text. ``on_lost`` is that of ``db_lock()``, which the text cannot contain.
     """
-    return _resume(text, on_lost, current_caller())
+    acquisition, data = _acquisition(text, on_lost)
+    try:
+        return _exchange(acquisition, data)
+    except BaseException:
+        # If the exchange succeeded, the key must be released.
+        acquisition.cancel()
+        raise
 
 
 async def aresume_hold(
     text: str, *, on_lost: Callable[[Hold], object] | None = None
 ) -> Hold:
-    caller, resumed = current_caller(), list[Hold]()
-
-    def resume() -> Hold:
-        resumed.append(_resume(text, on_lost, caller))
-        return resumed[0]
-
-    def release() -> None:
-        for hold in resumed:
-            with suppress(LockError, RuntimeError):
-                hold.release(failed=True)
-
-    def release_later() -> None:
-        for hold in resumed:
-            keeper.post(release, hold.backend)
-
-    return await make_undoable(resume, release, release_later)
+    acquisition, data = _acquisition(text, on_lost)
+    return await make_undoable(
+        partial(_exchange, acquisition, data),
+        acquisition.cancel,
+        acquisition.cancel_later,
+    )
 
 
-def _resume(
-    text: str, on_lost: Callable[[Hold], object] | None, caller: Caller
-) -> Hold:
+def _acquisition(
+    text: str, on_lost: Callable[[Hold], object] | None
+) -> tuple[Acquisition, dict[str, Any]]:
+    """Return the acquisition of a detached hold, and what its text says."""
     try:
         data = signing.loads(text, salt=SALT)
     except signing.BadSignature:
@@ -79,26 +75,26 @@ def _resume(
     lock = Lock(
         key=data["key"], using=data["using"], scope="lease", on_lost=on_lost, **policy
     )
-    refuse_nested()
     # The prefix may depend on the tenant, which may differ in this process.
-    key = data["claimed"]
-    acquisition = Acquisition(lock, caller, ThreadWakeup(), timeout=0.0, key=key)
+    key, wakeup = data["claimed"], ThreadWakeup()
+    return Acquisition(lock, current_caller(), wakeup, timeout=0.0, key=key), data
+
+
+def _exchange(acquisition: Acquisition, data: dict[str, Any]) -> Hold:
+    """Exchange the claim of the detached hold for one of this process."""
+    refuse_nested()
     (attempt,) = acquisition.attempts
     claim = attempt.ensure_claim()
     predecessor = dataclasses.replace(claim, owner=data["owner"])
     exchange = partial(acquisition.backend.exchange, predecessor)
     sent = clock.now()
-    try:
-        grant = ask_for([attempt], exchange, claim)
-        if grant is not None:
-            return attempt.begin_hold(grant, sent)
-    except BaseException:
-        # If the exchange succeeded, the key must be released.
-        acquisition.cancel()
-        raise
+    grant = ask_for([attempt], exchange, claim)
+    if grant is not None:
+        return attempt.begin_hold(grant, sent)
+    key = acquisition.lock.key
     raise LockLost(
-        f"{lock.key!r} (token {data['token']}) cannot be resumed: its lease has"
+        f"{key!r} (token {data['token']}) cannot be resumed: its lease has"
         " expired or was cleared, or it has already been resumed.",
-        key=lock.key,
+        key=key,
         token=data["token"],
     )
