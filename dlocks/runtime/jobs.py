@@ -104,30 +104,37 @@ class Workers:
             for hold in self._holds()
         ) or any(needed is worker for _, needed in list(self.deferred.values()))
 
-    def due(
-        self, holds: Iterable[WatchedHold]
-    ) -> list[tuple[Backend, list[WatchedHold]]]:
-        """Return the backends with a lease to renew now, each with its holds."""
+    def due(self, holds: Iterable[WatchedHold]) -> set[Backend]:
+        """Return the backends with a lease to renew now."""
         now = clock.now()
-        due = {
+        return {
             hold.backend
             for hold in holds
             if hold.renewable and hold.lease.renew_at <= now
         }
-        return [
-            (backend, [hold for hold in holds if hold.backend is backend])
-            for backend in due
-        ]
 
     def reply_by(self, hold: WatchedHold) -> float | None:
         """Return until when the reply to a pending renewal may arrive, or None."""
         worker = self.by_server.get(hold.backend.identity)
-        sent_at = None if worker is None else worker.renewing.get(hold.backend)
+        sent_at = None if worker is None else worker.pending.get(hold.backend)
         return (
             sent_at + REPLY_TIMEOUT if sent_at is not None and hold.renewable else None
         )
 
-    def post_deferred(self, function: Callable[[], None], worker: ServerWorker) -> None:
+    def take_deferred(self) -> list[Callable[[], None]]:
+        """Return the jobs that post the functions that are due. Hold the mutex."""
+        now = clock.now()
+        jobs: list[Callable[[], None]] = []
+        # A copy, since a finalizer in this thread may add a function.
+        for function, (due, worker) in self.deferred.copy().items():
+            if due <= now:
+                self.deferred[function] = FOREVER, worker
+                jobs.append(partial(self._post_deferred, function, worker))
+        return jobs
+
+    def _post_deferred(
+        self, function: Callable[[], None], worker: ServerWorker
+    ) -> None:
         try:
             worker.post(partial(self._run_deferred, function))
         except BaseException:
@@ -145,71 +152,81 @@ class Workers:
                 if self.deferred.get(function, (0.0, None))[0] == FOREVER:
                     del self.deferred[function]
 
-    def post_end(self, hold: WatchedHold) -> None:
-        worker = self.of(hold.backend)
-        if hold in worker.ending:
+    def _post_once(
+        self,
+        worker: ServerWorker,
+        subject: Any,
+        job: Callable[[], None],
+        *,
+        renewal: bool = False,
+    ) -> None:
+        """Post a job, unless the last one about its subject has not ended."""
+        if subject in worker.pending:
             return
-        worker.ending.add(hold)
+        worker.pending[subject] = clock.now()
+
+        def run() -> None:
+            try:
+                job()
+            finally:
+                del worker.pending[subject]
+                if renewal:
+                    # The next one may already be due.
+                    self._check_soon()
+
         try:
-            worker.post(partial(self._end, worker, hold))
+            worker.post(run, renewal=renewal)
         except BaseException:
-            worker.ending.discard(hold)
+            del worker.pending[subject]
             raise
 
-    def _end(self, worker: ServerWorker, hold: WatchedHold) -> None:
-        try:
-            # The caller may have entered the hold again since this was posted.
-            if hold.to_settle:
-                hold.settle(timeout=0.0)
-            elif hold.watch.is_orphaned(hold):
-                hold.watch.end_orphaned(hold)
-        finally:
-            worker.ending.discard(hold)
+    def post_end(self, hold: WatchedHold) -> None:
+        self._post_once(self.of(hold.backend), hold, partial(self._end, hold))
 
-    def post_renewal(self, backend: Backend, holds: Iterable[WatchedHold]) -> None:
-        worker = self.of(backend)
-        if backend in worker.renewing:
-            return
-        worker.renewing[backend] = clock.now()
+    def _end(self, hold: WatchedHold) -> None:
+        # The caller may have entered the hold again since this was posted.
+        if hold.to_settle:
+            hold.settle(timeout=0.0)
+        elif hold.watch.is_orphaned(hold):
+            hold.watch.end_orphaned(hold)
+
+    def post_renewal(self, backend: Backend) -> None:
+        # Other jobs may take seconds where a row is locked. A queue of them would
+        # outlast a lease.
+        renew = partial(self._renew_all, backend)
         try:
-            # Other jobs may take seconds where a row is locked. A queue of them would
-            # outlast a lease.
-            worker.post(partial(self._renew_all, worker, backend), renewal=True)
+            self._post_once(self.of(backend), backend, renew, renewal=True)
         except BaseException as error:
-            del worker.renewing[backend]
-            for hold in holds:
+            for hold in self._holds_of(backend):
                 hold.lease.put_off_renewal(error)
             raise
 
-    def _renew_all(self, worker: ServerWorker, backend: Backend) -> None:
-        try:
-            with self._mutex:
-                holds = list(hold for hold in self._holds() if hold.backend is backend)
-            # Those that are renewable, not only those that are due. It is one
-            # statement.
-            guards = [hold.life.state.guards for hold in holds]
-            asked = dict(
-                (hold, number)
-                for hold, number in zip(holds, guards, strict=True)
-                if hold.renewable
-            )
-            self._renew(backend, asked)
-            # No other one. A guard that has just ended may have renewed its lease.
-            for hold in asked:
-                # The reply is here. The next renewal may already be due, and must not
-                # be waited for.
-                hold.watch.check_expiry(hold)
-        finally:
-            del worker.renewing[backend]
-            self._check_soon()
+    def _holds_of(self, backend: Backend) -> list[WatchedHold]:
+        return [hold for hold in self._holds() if hold.backend is backend]
+
+    def _renew_all(self, backend: Backend) -> None:
+        with self._mutex:
+            holds = self._holds_of(backend)
+        # Those that are renewable, not only those that are due. It is one statement.
+        guards = [hold.life.state.guards for hold in holds]
+        asked = {
+            hold: number
+            for hold, number in zip(holds, guards, strict=True)
+            if hold.renewable
+        }
+        self._renew(backend, asked)
+        # No other one. A guard that has just ended may have renewed its lease.
+        for hold in asked:
+            # The reply is here. The next renewal may already be due, and must not be
+            # waited for.
+            hold.watch.check_expiry(hold)
 
     def _renew(self, backend: Backend, holds: Mapping[WatchedHold, int]) -> None:
         """Renew holds, each with the number of its guards so far."""
-        now = clock.now()
-        by_owner = {hold.claim.owner: hold for hold in holds}
-        if all(hold.lease.renew_at > now for hold in by_owner.values()):
-            return
         sent = clock.now()
+        by_owner = {hold.claim.owner: hold for hold in holds}
+        if all(hold.lease.renew_at > sent for hold in by_owner.values()):
+            return
         claims = [hold.next_claim() for hold in by_owner.values()]
         try:
             seconds_left = request(backend.renew, claims)

@@ -36,7 +36,7 @@ from dlocks.runtime.threads import (
     this_thread,
 )
 from dlocks.runtime.waits import waits
-from dlocks.runtime.workers import IDLE_CLOSE_AFTER, ServerWorker
+from dlocks.runtime.workers import IDLE_CLOSE_AFTER
 
 if TYPE_CHECKING:
     from dlocks.backends.base import Backend
@@ -187,9 +187,7 @@ class Keeper:
             for hold in holds:
                 hold.lose(why)
 
-        with self._mutex:
-            self._jobs.append(job)
-            self._wake()
+        self._do(job)
 
     def post(self, function: Callable[[], object], backend: Backend) -> None:
         """Let the worker of a backend call a function. A finalizer may call this.
@@ -202,6 +200,10 @@ class Keeper:
         def job() -> None:
             self._workers.of(backend).post(function)
 
+        self._do(job)
+
+    def _do(self, job: Callable[[], None]) -> None:
+        """Run a short job in the keeper's thread."""
         with self._mutex:
             self._jobs.append(job)
             self._wake()
@@ -251,9 +253,7 @@ class Keeper:
             for _ in range(2):
                 # Jobs run before the round, so the second job follows a whole round.
                 done = Latch()
-                with self._mutex:
-                    self._jobs.append(done.set)
-                    self._wake()
+                self._do(done.set)
                 done.wait()
             for worker in list(self._workers.by_server.values()):
                 worker.run(lambda: None)
@@ -369,36 +369,20 @@ class Keeper:
             with self._mutex:
                 # One step. A finalizer in this thread may post a job.
                 jobs, self._jobs = self._jobs, deque()
+                jobs += self._workers.take_deferred()
                 holds = self.holds
-                now = clock.now()
-                # A copy, since a finalizer in this thread may add a function.
-                deferred = list(
-                    (function, worker)
-                    for function, (due, worker) in self._workers.deferred.copy().items()
-                    if due <= now
-                )
-                for function, worker in deferred:
-                    self._workers.deferred[function] = FOREVER, worker
-            if not self._safely(self._round, jobs, deferred, holds):
+            if not self._safely(self._round, jobs, holds):
                 time.sleep(IDLE_CLOSE_AFTER)
             # A reference kept during the pause would keep the hold alive.
-            del jobs, holds, deferred
-            function = worker = None  # type: ignore[assignment]
+            del jobs, holds
 
     def _round(
-        self,
-        jobs: Iterable[Callable[[], None]],
-        deferred: Iterable[tuple[Callable[[], None], ServerWorker]],
-        holds: Sequence[WatchedHold],
+        self, jobs: Iterable[Callable[[], None]], holds: Sequence[WatchedHold]
     ) -> bool:
         succeeded = [self._safely(job) for job in jobs]
         succeeded += [
-            self._safely(self._workers.post_deferred, *function)
-            for function in deferred
-        ]
-        succeeded += [
-            self._safely(self._workers.post_renewal, *renewals)
-            for renewals in self._workers.due(holds)
+            self._safely(self._workers.post_renewal, backend)
+            for backend in self._workers.due(holds)
         ]
         succeeded += [self._safely(self._check, hold) for hold in holds]
         return all(succeeded)

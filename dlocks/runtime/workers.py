@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from threading import TIMEOUT_MAX
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from django.db import connections
 
@@ -23,9 +23,6 @@ from dlocks.runtime.threads import (
     new_mutex,
     this_thread,
 )
-
-if TYPE_CHECKING:
-    from dlocks.backends.base import Backend
 
 T = TypeVar("T")
 
@@ -61,10 +58,9 @@ class ServerWorker:
         self.renewals: deque[Callable[[], object]] = deque()
         self._renewed = False
         self.connected: list[Any] = []
-        # The backends that are renewing their holds, with the time of the start, and
-        # the holds that are about to be ended.
-        self.renewing: dict[Backend, float] = {}
-        self.ending: set[Any] = set()
+        # When a job was posted about a backend that renews its holds, or about a hold
+        # that is to be ended, until the end of that job.
+        self.pending: dict[Any, float] = {}
 
     @property
     def is_current(self) -> bool:
@@ -72,7 +68,20 @@ class ServerWorker:
 
     def post(self, job: Callable[[], object], *, renewal: bool = False) -> None:
         """Queue a job. Renewals and other jobs take turns."""
-        self._queue(job, self.renewals if renewal else self.jobs)
+        jobs = self.renewals if renewal else self.jobs
+        try:
+            with self._mutex:
+                jobs.append(job)
+                try:
+                    self._thread.start()
+                except BaseException:
+                    # No caller waits for it any more. A retry queues a new job.
+                    jobs.remove(job)
+                    raise
+        except PythonIsExitingError:
+            if not self._run_elsewhere(job):
+                raise
+        self._wakeup.set()
 
     def run(self, function: Callable[[], T], timeout: float | None = None) -> T:
         """Call a function in the worker's thread, and return its result.
@@ -95,7 +104,7 @@ class ServerWorker:
             finally:
                 done.put(None)
 
-        self._queue(job, self.jobs)
+        self.post(job)
         if timeout is not None:
             timeout = min(timeout, TIMEOUT_MAX)
         try:
@@ -111,28 +120,6 @@ class ServerWorker:
         if errors:
             raise errors[0]
         return results[0]
-
-    def _queue(
-        self, job: Callable[[], object], jobs: deque[Callable[[], object]]
-    ) -> None:
-        try:
-            self._append(job, jobs)
-        except PythonIsExitingError:
-            if not self._run_elsewhere(job):
-                raise
-
-    def _append(
-        self, job: Callable[[], object], jobs: deque[Callable[[], object]]
-    ) -> None:
-        with self._mutex:
-            jobs.append(job)
-            try:
-                self._thread.start()
-            except BaseException:
-                # No caller waits for it any more. A retry queues a new job.
-                jobs.remove(job)
-                raise
-        self._wakeup.set()
 
     def notify(self) -> None:
         """Make the worker check now whether it is needed, if it has a thread."""
