@@ -26,8 +26,7 @@ from dlocks.exceptions import (
 from dlocks.runtime import clock
 from dlocks.runtime.deadlocks import described
 from dlocks.runtime.jobs import GONE
-from dlocks.runtime.keeper import OUTSIDE_TIMEOUT, keeper
-from dlocks.runtime.requests import request
+from dlocks.runtime.keeper import OUTSIDE_TIMEOUT
 from dlocks.runtime.threads import PythonIsExitingError
 from dlocks.signals import send_event
 from dlocks.text import duration, permits_taken, shown_holder, without_note
@@ -170,11 +169,10 @@ def why_gone(hold: Any) -> str:
     """Return why the key is no longer held, and who took it, if known."""
     if hold.scope == "transaction" or hold.is_over:
         return GONE
-    backend, age = hold.backend, hold.lease.age
-    ask = partial(request, backend.inspector.taken_by, hold.claim, hold.token, age)
+    about = hold.claim, hold.token, hold.lease.age
+    ask = partial(hold.backend.inspector.taken_by, *about)
     try:
-        outside = backend.in_transaction() and backend.refusal(hold.claim) is None
-        fact = keeper.run(ask, backend, timeout=OUTSIDE_TIMEOUT) if outside else ask()
+        fact = callers.run_outside(ask, hold.backend, OUTSIDE_TIMEOUT)
     except (LockError, Error, PythonIsExitingError):
         # The loss is certain, and it is what matters. The admin's log may be missing.
         logger.debug("The new holder of %r is not known", hold.lock.key, exc_info=True)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Never, TypeVar, cast
 
+from dlocks.backends.base import Backend
 from dlocks.conf import backends
 from dlocks.core import callers
 from dlocks.core.acquire import Acquisition
@@ -93,9 +95,7 @@ class Lock(LockPolicy):
     @property
     def keys(self) -> tuple[str, ...]:
         """Return the key, or all keys of a lock on several."""
-        if not self.locks:
-            return (self.key,)
-        return tuple(lock.key for lock in self.locks)
+        return tuple(lock.key for lock in self._each)
 
     def acquire(self, *args: Never, **options: Never) -> Hold:
         """Wait for the key for at most ``timeout``, and return the hold.
@@ -156,38 +156,27 @@ class Lock(LockPolicy):
         session, which PostgreSQL finds. MariaDB and MySQL find it if there are waiters,
         and SQLite never. So None means there: free, or in a transaction.
         """
-        for lock in self._each:
-            backend = backends[lock.using]
-            ask = partial(backend.holder, lock._full_key(backend))
-            holder = callers.read_outside(ask, backend, OUTSIDE_TIMEOUT)
-            if holder is not None:
-                return holder
-        return None
+        found = self._ask_each(lambda backend, key: backend.holder(key))
+        return next((holder for holder in found if holder is not None), None)
 
     def holders(self) -> list[Holder]:
         """Return all holders of the key, in the order of their grants, key by key.
 
         A semaphore, and a read lock, may have several. A stale one is included.
         """
-        found: list[Holder] = []
-        for lock in self._each:
-            backend = backends[lock.using]
-            ask = partial(backend.inspector.holders, lock._full_key(backend))
-            found += callers.read_outside(ask, backend, OUTSIDE_TIMEOUT)
-        return found
+        found = self._ask_each(lambda backend, key: backend.inspector.holders(key))
+        return list(chain.from_iterable(found))
 
     def waiters(self) -> list[Waiter]:
         """Return the callers that are queued for the key, in the order of the queue.
 
         There are none on a backend without a queue, nor with ``fair=False``.
         """
-        found: list[Waiter] = []
-        for lock in self._each:
-            backend = backends[lock.using]
-            key = lock._full_key(backend)
-            ask = partial(backend.inspector.waiters, key, key.removesuffix(lock.key))
-            found += callers.read_outside(ask, backend, OUTSIDE_TIMEOUT)
-        return found
+        prefix = backends[self.using].prefix
+        found = self._ask_each(
+            lambda backend, key: backend.inspector.waiters(key, prefix)
+        )
+        return list(chain.from_iterable(found))
 
     def locked(self) -> bool:
         """Return whether a key is held, as far as ``holder()`` can tell."""
@@ -293,6 +282,13 @@ class Lock(LockPolicy):
     def _each(self) -> tuple[Lock, ...]:
         """Return the lock of each key."""
         return self.locks or (self,)
+
+    def _ask_each(self, ask: Callable[[Backend, str], T]) -> Iterator[T]:
+        """Ask the backend about each key, outside of the caller's transaction."""
+        backend = backends[self.using]
+        for lock in self._each:
+            about = partial(ask, backend, lock._full_key(backend))
+            yield callers.read_outside(about, backend, OUTSIDE_TIMEOUT)
 
     def _is_held_by(self, caller: Caller) -> bool:
         last = callers.last_acquired(self, caller)

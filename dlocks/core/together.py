@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 from dlocks.core import explain
@@ -29,18 +28,25 @@ def leave_together(
         entry.hold.has_ended_with_transaction()
         if by not in (None, entry.caller) and entry in entry.hold.life.state.blocks:
             raise explain.release_error(entry.hold)
-    leave = partial(_leave_alone, failed=failed, at_block_end=at_block_end, by=by)
     trouble: Exception | None = None
     try:
         effects = _leave_simply(entries, failed=failed, by=by)
-        together = _all_with(effects, Effect.RELEASE)
-        done, trouble = _release_together(together, failed=failed)
+        done, trouble = _release_together(effects, failed=failed)
         for entry, effect in effects.items():
-            error = _finish(entry, effect, done, leave)
-            trouble = trouble or error
-        for entry in together:
+            hold: Holding = entry.hold
+            try:
+                if effect is Effect.VERIFY:
+                    hold.leave(entry, failed=failed, at_block_end=at_block_end, by=by)
+                elif effect is not Effect.RELEASE:
+                    hold.perform(effect)
+                elif not hold.is_released:
+                    hold.send_release(done=done, report=False)
+            except (LockError, explain.RefusedReleaseError) as error:
+                # A block of another caller may have begun after the first look.
+                trouble = trouble or error
+        for entry in entries:
             # Only now, since on_lost may acquire all of the keys again.
-            _report_if_lost(entry.hold)
+            _report_if_lost(entry, effects[entry])
     except LockError:
         raise
     except BaseException:
@@ -85,19 +91,16 @@ def _is_released_simply(hold: Holding, entry: Entry) -> bool:
     )
 
 
-def _report_if_lost(hold: Holding) -> None:
-    if hold.life.state.reason is Reason.LOST:
-        hold.report_loss()
-
-
-def _all_with(effects: dict[Entry, Effect], effect: Effect) -> list[Entry]:
-    return [entry for entry in effects if effects[entry] is effect]
+def _report_if_lost(entry: Entry, effect: Effect) -> None:
+    if effect is Effect.RELEASE and entry.hold.life.state.reason is Reason.LOST:
+        entry.hold.report_loss()
 
 
 def _release_together(
-    entries: Sequence[Entry], *, failed: bool
+    effects: dict[Entry, Effect], *, failed: bool
 ) -> tuple[bool, Exception | None]:
     """Release keys in one request. Return whether all were held, and the error."""
+    entries = [one for one in effects if effects[one] is Effect.RELEASE]
     for entry in entries:
         entry.hold.unwatch()
     if len(entries) > 1:
@@ -112,25 +115,3 @@ def _release_together(
                     entry.hold.is_released = True
                 return False, error
     return False, None
-
-
-def _leave_alone(entry: Entry, **options: Any) -> None:
-    entry.hold.leave(entry, **options)
-
-
-def _finish(
-    entry: Entry, effect: Effect, done: bool, leave: Callable[[Entry], None]
-) -> Exception | None:
-    """Complete the leave of one of several keys, and return the error."""
-    hold: Holding = entry.hold
-    try:
-        if effect is Effect.VERIFY:
-            leave(entry)
-        elif effect is not Effect.RELEASE:
-            hold.perform(effect)
-        elif not hold.is_released:
-            hold.send_release(done=done, report=False)
-    except (LockError, explain.RefusedReleaseError) as error:
-        # A block of another caller may have begun after the first look.
-        return error
-    return None
