@@ -82,7 +82,7 @@ NAMES = {
     "Ticket": "dlocks.values:Ticket",
     "UNLIMITED": "dlocks.values:UNLIMITED",
     "waiters_of": "dlocks.runtime.waiters:waiters_of",
-    "Waiter": "dlocks.runtime.waiter:Waiter",
+    "Waiter": "dlocks.runtime.waiters:Waiter",
     "Waiters": "dlocks.runtime.waiters:Waiters",
 }
 

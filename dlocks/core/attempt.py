@@ -30,8 +30,7 @@ from dlocks.runtime.delays import FIRST_DELAY, delays
 from dlocks.runtime.keeper import LONGEST_TIMEOUT, OUTSIDE_TIMEOUT, keeper
 from dlocks.runtime.requests import refuse_nested, request
 from dlocks.runtime.threads import PythonIsExitingError
-from dlocks.runtime.waiter import Waiter
-from dlocks.runtime.waiters import waiters_of
+from dlocks.runtime.waiters import Waiter, waiters_of
 from dlocks.signals import send_event
 from dlocks.values import Claim, Grant, Ticket
 

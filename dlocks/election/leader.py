@@ -304,8 +304,27 @@ class LeaderElection:
         self, wakeup: Any, runner: threading.Thread | None = None
     ) -> Iterator[None]:
         """Begin the election, which has ended if the block ends with an error."""
+        in_task = isinstance(wakeup, RealTaskWakeup)
+        for function in (self.on_elected, self.on_deposed):
+            if inspect.iscoroutinefunction(function) and not in_task:
+                raise TypeError(f"{function!r} is a coroutine function, {NOT_AWAITED}")
+        if not waits.may_begin:
+            raise shut_down_error(self.key, 0.0)
         try:
-            self._begin(wakeup, runner)
+            with self._mutex:
+                if self._runner is not None:
+                    state = (
+                        "has ended" if self._ended.is_set() else "is already running"
+                    )
+                    if self._is_stopped:
+                        state = f"was stopped, and {state}"
+                    raise RuntimeError(
+                        f"The election {self.name!r} {state}. Create a new"
+                        " LeaderElection."
+                    )
+                self._wakeup, self._pid = wakeup, os.getpid()
+                self._runner = runner or threading.current_thread()
+            begun.add(self)
             yield
         except BaseException:
             if self._wakeup is wakeup:
@@ -314,25 +333,6 @@ class LeaderElection:
                 self._wake()
                 self._ended.set()
             raise
-
-    def _begin(self, wakeup: Any, runner: threading.Thread | None = None) -> None:
-        in_task = isinstance(wakeup, RealTaskWakeup)
-        for function in (self.on_elected, self.on_deposed):
-            if inspect.iscoroutinefunction(function) and not in_task:
-                raise TypeError(f"{function!r} is a coroutine function, {NOT_AWAITED}")
-        if not waits.may_begin:
-            raise shut_down_error(self.key, 0.0)
-        with self._mutex:
-            if self._runner is not None:
-                state = "has ended" if self._ended.is_set() else "is already running"
-                if self._is_stopped:
-                    state = f"was stopped, and {state}"
-                raise RuntimeError(
-                    f"The election {self.name!r} {state}. Create a new LeaderElection."
-                )
-            self._wakeup, self._pid = wakeup, os.getpid()
-            self._runner = runner or threading.current_thread()
-        begun.add(self)
 
     @property
     def _campaign_lock(self) -> Lock:
@@ -400,21 +400,18 @@ class LeaderElection:
             while True:
                 if self._is_stopped:
                     break
-                self._campaign_once()
+                if self._is_alone:
+                    close_old_connections()
+                self._acquire()
+                if self._hold is not None and not self._is_stopped:
+                    self._lead(self._hold)
+                self._release()
+                self._pause(self._end_pause())
         finally:
             try:
                 self._release()
             finally:
                 self._ended.set()
-
-    def _campaign_once(self) -> None:
-        self._acquire()
-        if self._hold is not None and not self._is_stopped:
-            self._lead(self._hold)
-        self._release()
-        self._pause(self._end_pause())
-        if self._is_alone:
-            close_old_connections()
 
     def _acquire(self) -> None:
         """Wait for the lead, unless the election is stopped."""
@@ -473,19 +470,16 @@ class LeaderElection:
             while True:
                 if self._is_stopped:
                     break
-                await self._acampaign_once()
+                await self._aacquire()
+                if self._hold is not None and not self._is_stopped:
+                    await self._alead(self._hold)
+                await run_in_sync_thread(self._release)
+                await self._apause(self._end_pause())
         finally:
             try:
                 await run_in_sync_thread(self._release)
             finally:
                 self._ended.set()
-
-    async def _acampaign_once(self) -> None:
-        await self._aacquire()
-        if self._hold is not None and not self._is_stopped:
-            await self._alead(self._hold)
-        await run_in_sync_thread(self._release)
-        await self._apause(self._end_pause())
 
     async def _aacquire(self) -> None:
         for delay in delays(clock.FOREVER, *RETRY_DELAYS):

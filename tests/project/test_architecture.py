@@ -126,7 +126,7 @@ TURNS = {
     "history.py",
     "runtime/coroutines.py",
     "runtime/threads.py",
-    "runtime/waiter.py",
+    "runtime/waiters.py",
 }
 
 
