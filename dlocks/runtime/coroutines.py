@@ -16,10 +16,9 @@ from typing import Any, Generic, TypeVar, cast
 
 from asgiref.sync import AsyncToSync, SyncToAsync, sync_to_async
 from django.core.exceptions import SynchronousOnlyOperation
-from django.db import connections
 
 from dlocks.runtime import clock
-from dlocks.runtime.pools import use_private_connections
+from dlocks.runtime.pools import call_privately
 from dlocks.runtime.process import in_child
 from dlocks.runtime.threads import new_mutex
 from dlocks.transactions import open_connections
@@ -280,16 +279,8 @@ class _Call(Generic[T]):
     def run_in_worker(self) -> None:
         """Make the call in the spare thread, on a connection of its own."""
         self.is_in_worker = True
-        context = contextvars.copy_context()
-
-        def run() -> None:
-            try:
-                use_private_connections()
-                context.run(self)
-            finally:
-                connections.close_all()
-
-        _spare.submit(run)
+        call = partial(contextvars.copy_context().run, self)
+        _spare.submit(call_privately, call)
 
 
 def _reset() -> None:

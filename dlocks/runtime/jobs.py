@@ -64,19 +64,8 @@ class WatchedHold(Protocol):
 class Workers:
     """The workers of all servers, and the jobs that the keeper gives them."""
 
-    def __init__(
-        self,
-        mutex: Mutex,
-        *,
-        holds: Callable[[], list[WatchedHold]],
-        check_soon: Callable[[], None],
-        run_at_exit: Callable[[Callable[[], object]], bool],
-    ) -> None:
-        self._mutex = mutex
-        self._holds = holds
-        self._check_soon = check_soon
-        # Runs a job of a worker that cannot start any more, or returns False.
-        self._run_at_exit = run_at_exit
+    def __init__(self, keeper: Any, mutex: Mutex) -> None:
+        self._keeper, self._mutex = keeper, mutex
         # When each deferred function is due, and the worker that calls it. FOREVER if
         # it was posted.
         self.deferred: dict[Callable[[], None], tuple[float, ServerWorker]] = {}
@@ -89,7 +78,7 @@ class Workers:
         if worker is None:
             with self._mutex:
                 worker = self.by_server.setdefault(
-                    identity, ServerWorker(self._is_needed, self._run_at_exit)
+                    identity, ServerWorker(self._is_needed, self._keeper.run_at_exit)
                 )
         return worker
 
@@ -101,7 +90,7 @@ class Workers:
         """
         return any(
             self.by_server.get(hold.backend.identity) is worker
-            for hold in self._holds()
+            for hold in self._keeper.holds
         ) or any(needed is worker for _, needed in list(self.deferred.values()))
 
     def due(self, holds: Iterable[WatchedHold]) -> set[Backend]:
@@ -172,7 +161,7 @@ class Workers:
                 del worker.pending[subject]
                 if renewal:
                     # The next one may already be due.
-                    self._check_soon()
+                    self._keeper.check_soon()
 
         try:
             worker.post(run, renewal=renewal)
@@ -202,11 +191,10 @@ class Workers:
             raise
 
     def _holds_of(self, backend: Backend) -> list[WatchedHold]:
-        return [hold for hold in self._holds() if hold.backend is backend]
+        return [hold for hold in self._keeper.holds if hold.backend is backend]
 
     def _renew_all(self, backend: Backend) -> None:
-        with self._mutex:
-            holds = self._holds_of(backend)
+        holds = self._holds_of(backend)
         # Those that are renewable, not only those that are due. It is one statement.
         guards = [hold.life.state.guards for hold in holds]
         asked = {

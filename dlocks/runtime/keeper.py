@@ -19,13 +19,11 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from django.db import connections
-
 from dlocks.runtime import clock
 from dlocks.runtime.clock import FOREVER
 from dlocks.runtime.greenlets import is_alive
 from dlocks.runtime.jobs import WatchedHold, Workers
-from dlocks.runtime.pools import leave_pools, use_private_connections
+from dlocks.runtime.pools import call_privately, leave_pools
 from dlocks.runtime.process import at_child_exit, in_child
 from dlocks.runtime.threads import (
     BackgroundThread,
@@ -65,14 +63,13 @@ LOOK_EVERY = 0.4
 
 def _is_at_work(hold: WatchedHold) -> bool:
     """Return whether another thread still works under a hold."""
-    for caller in hold.callers:
-        if hasattr(caller, "get_loop"):
-            at_work = caller.get_loop().is_running()
-        else:
-            at_work = caller is not threading.current_thread() and is_alive(caller)
-        if at_work:
-            return True
-    return False
+    this = threading.current_thread()
+    return any(
+        caller.get_loop().is_running()
+        if hasattr(caller, "get_loop")
+        else caller is not this and is_alive(caller)
+        for caller in hold.callers
+    )
 
 
 class Keeper:
@@ -101,12 +98,7 @@ class Keeper:
         # transaction.
         self._left: set[WatchedHold] = set()
         self._jobs: deque[Callable[[], None]] = deque()
-        self._workers = Workers(
-            self._mutex,
-            holds=lambda: self.holds,
-            check_soon=self.check_soon,
-            run_at_exit=self._run_at_exit,
-        )
+        self._workers = Workers(self, self._mutex)
         self._thread = BackgroundThread("dlocks-keeper", self._loop)
         # The thread that has begun to work and has not ended.
         self._working_thread: threading.Thread | None = None
@@ -182,10 +174,9 @@ class Keeper:
         """Mark the holds of these owners as lost, soon and in the keeper's thread."""
 
         def job() -> None:
-            with self._mutex:
-                holds = list(hold for hold in self.holds if hold.claim.owner in owners)
-            for hold in holds:
-                hold.lose(why)
+            for hold in self.holds:
+                if hold.claim.owner in owners:
+                    hold.lose(why)
 
         self._do(job)
 
@@ -197,10 +188,7 @@ class Keeper:
         if sys.is_finalizing():
             return
 
-        def job() -> None:
-            self._workers.of(backend).post(function)
-
-        self._do(job)
+        self._do(lambda: self._workers.of(backend).post(function))
 
     def _do(self, job: Callable[[], None]) -> None:
         """Run a short job in the keeper's thread."""
@@ -271,8 +259,7 @@ class Keeper:
             self.run(self._end_all, timeout=None)
 
     def _end_all(self) -> None:
-        with self._mutex:
-            holds = self.holds
+        holds = self.holds
         # No other thread can start any more, and a pool may be exhausted.
         leave_pools()
         reports = [
@@ -284,9 +271,7 @@ class Keeper:
         for report in reports:
             if report is not None:
                 self._at_exit(report)
-        with self._mutex:
-            deferred = list(self._workers.deferred)
-        for function in deferred:
+        for function in list(self._workers.deferred):
             self._at_exit(function)
 
     def _exit_child(self) -> None:
@@ -303,22 +288,14 @@ class Keeper:
             logger.exception("A step of the shutdown failed. Others continue.")
             return None
 
-    def _run_at_exit(self, job: Callable[[], object]) -> bool:
+    def run_at_exit(self, job: Callable[[], object]) -> bool:
         """Let the keeper's thread run a job of a worker that cannot start any more.
 
         Return whether that thread runs. It then also sends the renewals.
         """
-
-        def run() -> None:
-            use_private_connections()
-            try:
-                job()
-            finally:
-                connections.close_all()
-
         with self._mutex:
             if self._thread.is_running:
-                self._jobs.append(run)
+                self._jobs.append(partial(call_privately, job))
                 self._wakeup.set()
             return self._thread.is_running
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import ChainMap
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -76,6 +77,15 @@ def use_private_connections() -> None:
         with suppress(Exception):
             if connections[alias].connection is None:
                 connections[alias] = _new_private(alias)
+
+
+def call_privately(function: Callable[[], object]) -> None:
+    """Call a function on private connections, which are closed at its end."""
+    try:
+        use_private_connections()
+        function()
+    finally:
+        connections.close_all()
 
 
 def leave_pools() -> None:
