@@ -185,10 +185,7 @@ class Attempt:
         return max(0.0, self.deadline - clock.now()) + OUTSIDE_TIMEOUT
 
     def ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call the backend.
-
-        A lease is requested outside of the caller's transaction and pool.
-        """
+        """Call the backend, for a lease outside of the transaction and the pool."""
         if (
             self.claim is not None
             and self.claim.scope == "lease"
@@ -205,8 +202,7 @@ class Attempt:
         lease = claim.ttl if grant.lease is None else min(grant.lease, claim.ttl)
         if claim.scope == "lease" and clock.now() >= sent + lease:
             self.cancel()
-            self.claim = None
-            self.ensure_claim()
+            self.claim = claim_for(self.caller, self.place, self.lock, self.backend)
         else:
             self.begin_hold(grant, sent)
 

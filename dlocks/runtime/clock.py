@@ -12,14 +12,12 @@ from typing import Any
 
 from dlocks.runtime.threads import Flag
 
-# The monotonic clock of the machine, which no test stops. The names in this module are
-# partial objects because freezegun replaces time.monotonic() and its like wherever they
-# are an attribute of a module. time-machine does not touch monotonic clocks.
-_monotonic: Callable[[], float] = partial(time.monotonic)
-
-# The same clock, or one that also counts suspensions. It is called a dozen times for
-# each lock, so it is written in C. Windows has one clock for this.
-real_now: Callable[[], float] = _monotonic
+# The monotonic clock of the machine, which no test stops, or one that also counts
+# suspensions. It is called a dozen times for each lock, so it is written in C. Windows
+# has one clock for this. The names in this module are partial objects because freezegun
+# replaces time.monotonic() and its like wherever they are an attribute of a module.
+# time-machine does not touch monotonic clocks.
+real_now: Callable[[], float] = partial(time.monotonic)
 if hasattr(time, "clock_gettime"):
     real_now = partial(
         time.clock_gettime, getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)

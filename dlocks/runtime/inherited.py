@@ -58,14 +58,6 @@ def _is_in_memory(wrapper: Any) -> bool:
     return wrapper.vendor == "sqlite" and bool(wrapper.is_in_memory_db())
 
 
-def _before_fork() -> None:
-    _at_fork.append(_open())
-
-
-def _in_parent() -> None:
-    _at_fork.pop()
-
-
 def _in_child() -> None:
     # uWSGI forks without the first hook.
     inherited = [*_open(), *(one for found in _at_fork for one in found)]
@@ -123,5 +115,7 @@ def _drop(wrapper: Any, connection: Any) -> None:
 connection_created.connect(_connected, weak=False, dispatch_uid="dlocks.inherited")
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(
-        before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child
+        before=lambda: _at_fork.append(_open()),
+        after_in_parent=_at_fork.pop,
+        after_in_child=_in_child,
     )

@@ -39,8 +39,8 @@ def request(function: Callable[..., T], *arguments: Any, **keywords: Any) -> T:
     Raise LockBackendError, and do not call it, inside of another request.
     """
     thread = get_ident()
-    if thread in _threads:
-        refuse_nested()
+    if thread in _threads and _is_within_request(sys._getframe(1)):
+        raise nested_request()
     try:
         _threads.add(thread)
         return function(*arguments, **keywords)
@@ -74,12 +74,7 @@ def refuse_nested() -> None:
 
     Call it before a change of state that only the request would complete.
     """
-    if get_ident() not in _threads:
-        return
-    frame: FrameType | None = sys._getframe(1)
-    if frame is not None and frame.f_code is _REQUEST:
-        frame = frame.f_back
-    if _is_within_request(frame):
+    if get_ident() in _threads and _is_within_request(sys._getframe(1)):
         raise nested_request()
 
 

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from threading import TIMEOUT_MAX
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from django.db import connections
 
@@ -92,23 +92,19 @@ class ServerWorker:
         if self.is_current:
             return function()
         # In C. An interrupted Event may stay locked, and the worker would wait for it.
-        done: SimpleQueue[None] = SimpleQueue()
-        results: list[T] = []
-        errors: list[BaseException] = []
+        answers: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
 
         def job() -> None:
             try:
-                results.append(function())
+                answers.put((function(), None))
             except BaseException as error:  # noqa: BLE001 (passed to the caller)
-                errors.append(error)
-            finally:
-                done.put(None)
+                answers.put((None, error))
 
         self.post(job)
         if timeout is not None:
             timeout = min(timeout, TIMEOUT_MAX)
         try:
-            done.get(timeout=timeout)
+            answer, failure = answers.get(timeout=timeout)
         except Empty:
             error = LockBackendError(
                 f"No second database connection became available within {timeout:g} s"
@@ -117,9 +113,9 @@ class ServerWorker:
             )
             error.is_pending = True
             raise error from None
-        if errors:
-            raise errors[0]
-        return results[0]
+        if failure is not None:
+            raise failure
+        return cast("T", answer)
 
     def notify(self) -> None:
         """Make the worker check now whether it is needed, if it has a thread."""
