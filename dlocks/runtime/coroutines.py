@@ -11,6 +11,7 @@ from asyncio import _get_running_loop
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, TypeVar, cast
 
@@ -20,7 +21,7 @@ from django.core.exceptions import SynchronousOnlyOperation
 from dlocks.runtime import clock
 from dlocks.runtime.pools import call_privately
 from dlocks.runtime.process import in_child
-from dlocks.runtime.threads import new_mutex
+from dlocks.runtime.threads import Mutex, new_mutex
 from dlocks.transactions import open_connections
 
 T = TypeVar("T")
@@ -170,24 +171,19 @@ def _abandon(task: asyncio.Task[None]) -> None:
         contextvars.copy_context().run(task.get_coro().close)
 
 
+@dataclass(eq=False)
 class Undoable:
-    """The requests of a coroutine, which may be closed while one is made.
+    """The requests of a coroutine, which may be closed while one is made."""
 
-    ``undo`` undoes what they have done, and ``undo_later`` lets another thread do so.
-    ``in_transaction()`` says whether they are part of the caller's transaction.
-    """
-
-    def __init__(
-        self,
-        undo: Callable[[], object],
-        undo_later: Callable[[], object],
-        in_transaction: Callable[[], bool],
-    ) -> None:
-        self._undo, self._undo_later = undo, undo_later
-        self._in_transaction = in_transaction
-        # A finalizer may close the coroutine within a section of its own thread.
-        self._mutex = new_mutex()
-        self._is_made = self._is_closed = False
+    # Undoes what they have done, and lets another thread do so.
+    undo: Callable[[], object]
+    undo_later: Callable[[], object]
+    # Whether they are part of the caller's transaction.
+    in_transaction: Callable[[], bool]
+    # A finalizer may close the coroutine within a section of its own thread.
+    _mutex: Mutex = field(default_factory=new_mutex)
+    _is_made: bool = False
+    _is_closed: bool = False
 
     async def complete(self, work: Coroutine[Any, Any, T]) -> T:
         """Await work, which makes the requests, and undo them unless it succeeds."""
@@ -198,7 +194,7 @@ class Undoable:
                 raise
             except BaseException:
                 # Cancelled, or a signal handler has raised in the thread of a request.
-                await self.make(self._undo)
+                await self.make(self.undo)
                 raise
         except GeneratorExit:
             # For example, the garbage collector closes a task whose loop was closed.
@@ -209,7 +205,7 @@ class Undoable:
     async def make(self, request: Callable[[], T]) -> T:
         """Make a request in Django's thread, and return the answer."""
         answer = await run_in_sync_thread(
-            partial(self._make, request), in_transaction_only=self._in_transaction()
+            partial(self._make, request), in_transaction_only=self.in_transaction()
         )
         return cast("T", answer)
 
@@ -225,7 +221,7 @@ class Undoable:
                 self._is_made = False
                 is_closed = self._is_closed
             if is_closed:
-                self._undo()
+                self.undo()
 
     def _close(self) -> None:
         """Undo everything after the request, or in the background."""
@@ -233,7 +229,7 @@ class Undoable:
             self._is_closed = True
             is_made = self._is_made
         if not is_made:
-            self._undo_later()
+            self.undo_later()
 
 
 async def make_undoable(

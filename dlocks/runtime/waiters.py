@@ -12,6 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import cast
 
 from dlocks.backends.base import HANDOVER_LEASE, Backend
@@ -43,45 +44,36 @@ CONNECT_TIMEOUT = 10.0
 OVERDUE = 1.0
 
 
+@dataclass(eq=False)
 class Waiter:
-    """One caller whose claim is in the queue.
+    """One caller whose claim is in the queue."""
 
-    ``wake`` is called in another thread when the caller has something to do.
-
-    ``given`` is a grant, and when the request was sent from which its lease counts.
-    """
-
-    def __init__(
-        self,
-        claim: Claim,
-        wake: Callable[[], object],
-        caller: object = None,
-        until: float = math.inf,
-    ) -> None:
-        self.claim = claim
-        self.wake = wake
-        self.caller = caller
-        # When its timeout ends. Other waiters do not wait for it much beyond that.
-        self.until = until
-        self.given: tuple[Grant, float] | None = None
-        self.error: LockBackendError | None = None
-        self.position: int | None = None
-        # Held while the claim rejoins the queue, and once the waiter has left for good.
-        self.mutex = threading.Lock()
-        self.is_queued = False
-        # When to poll for it next, at the latest.
-        self.poll_at = 0.0
-        # When it was woken, unless it waits again.
-        self.woken = 0.0
-        # Whether the key may become free without a notification.
-        self.unnotified = False
-        # Whether its coroutine was closed, so that no caller waits any more.
-        self.closed = False
-        # When to look for a deadlock next, the one seen at the last look, and the one
-        # that is certain.
-        self.check_at = math.inf
-        self.suspected: Sequence[str] = ()
-        self.deadlock: Sequence[WaitingClaim] = ()
+    claim: Claim
+    # Called in another thread when the caller has something to do.
+    wake: Callable[[], object]
+    caller: object = None
+    # When its timeout ends. Other waiters do not wait for it much beyond that.
+    until: float = math.inf
+    # A grant, and when the request was sent from which its lease counts.
+    given: tuple[Grant, float] | None = None
+    error: LockBackendError | None = None
+    position: int | None = None
+    # Held while the claim rejoins the queue, and once the waiter has left for good.
+    mutex: threading.Lock = field(default_factory=threading.Lock)
+    is_queued: bool = False
+    # When to poll for it next, at the latest.
+    poll_at: float = 0.0
+    # When it was woken, unless it waits again.
+    woken: float = 0.0
+    # Whether the key may become free without a notification.
+    unnotified: bool = False
+    # Whether its coroutine was closed, so that no caller waits any more.
+    closed: bool = False
+    # When to look for a deadlock next, the one seen at the last look, and the one that
+    # is certain.
+    check_at: float = math.inf
+    suspected: Sequence[str] = ()
+    deadlock: Sequence[WaitingClaim] = ()
 
     @property
     def is_abandoned(self) -> bool:
