@@ -45,15 +45,15 @@ EXITED = "its process released all of its locks because it was about to end"
 # A key that could not be acquired.
 
 
-def timeout_error(
-    attempt: Any, otherwise: str = "held by an open transaction, or just released"
-) -> LockTimeout:
-    """Return the error of an attempt that took too long, with what keeps the key.
+# A holder of a key, and what an error says about its holders.
+Found = tuple[Holder | None, str]
 
-    ``otherwise`` is the reason if the key has no holder.
-    """
+
+def timeout_error(attempt: Any, found: Found | None = None) -> LockTimeout:
+    """Return the error of an attempt that took too long, with what keeps the key."""
     lock, timeout = attempt.lock, attempt.timeout
-    facts, who = _facts_of_timeout(attempt)
+    holder, who = found or _look(attempt)
+    facts = _facts_of_timeout(attempt, holder)
     if attempt.waiter is not None and attempt.waiter.deadlock:
         members = tuple(described(attempt.waiter.deadlock, _prefix(attempt)))
         keys = sorted({member.waits_for for member in members})
@@ -66,7 +66,7 @@ def timeout_error(
         error.members = members
         return error
     when = f"within {shown(timeout)} s" if timeout else "without waiting"
-    why = who or otherwise
+    why = who or "held by an open transaction, or just released"
     return LockTimeout(f"{lock.key!r} could not be acquired {when}: {why}", **facts)
 
 
@@ -76,17 +76,16 @@ def late_error(attempts: Sequence[Any]) -> LockTimeout:
     It is about the first one that has a holder, if a look at a few of them finds it.
     """
     for one in attempts[:LOOKS]:
-        with suppress(LockBackendError):
-            look = partial(_current_holder, one)
-            if callers.read_outside(look, one.backend, OUTSIDE_TIMEOUT)[0]:
-                return timeout_error(one)
+        found = _look(one)
+        if found[0] is not None:
+            return timeout_error(one, found)
     why = "the requests for the other keys took all of this time"
-    return timeout_error(attempts[0], why)
+    return timeout_error(attempts[0], (None, why))
 
 
 def reentry_error(attempt: Any) -> LockTimeout:
     """Return the error of a caller that holds the key, if it is not reentrant."""
-    facts, _ = _facts_of_timeout(attempt)
+    facts = _facts_of_timeout(attempt, _look(attempt)[0])
     caller = "task" if hasattr(attempt.caller, "get_loop") else "thread"
     return LockTimeout(
         f"{attempt.lock.key!r} could not be acquired: this {caller} holds it already,"
@@ -95,20 +94,20 @@ def reentry_error(attempt: Any) -> LockTimeout:
     )
 
 
-def _facts_of_timeout(attempt: Any) -> tuple[dict[str, Any], str]:
-    """Return the arguments of the error, and a phrase that names all holders.
-
-    This sends the signal.
-    """
-    holder, who = None, ""
-    with suppress(LockBackendError):
-        holder, who = callers.read_outside(
-            partial(_current_holder, attempt), attempt.backend, OUTSIDE_TIMEOUT
-        )
+def _facts_of_timeout(attempt: Any, holder: Holder | None) -> dict[str, Any]:
+    """Send the signal, and return the arguments of the error."""
     lock, waited = attempt.lock, clock.now() - attempt.began
     send_event("timed_out", lock, lock=lock, holder=holder, waited=waited)
-    facts = {"key": attempt.lock.key, "timeout": attempt.timeout, "holder": holder}
-    return facts, who
+    return {"key": lock.key, "timeout": attempt.timeout, "holder": holder}
+
+
+def _look(attempt: Any) -> Found:
+    """Look for the holders of a key that the attempt could not acquire."""
+    look = partial(_current_holder, attempt)
+    found: Found = None, ""
+    with suppress(LockBackendError):
+        found = callers.read_outside(look, attempt.backend, OUTSIDE_TIMEOUT)
+    return found
 
 
 def shut_down_error(key: str, waited: float) -> LockShutDown:
@@ -121,7 +120,7 @@ def shut_down_error(key: str, waited: float) -> LockShutDown:
     )
 
 
-def _current_holder(attempt: Any) -> tuple[Holder | None, str]:
+def _current_holder(attempt: Any) -> Found:
     """Return a holder of the key, and a phrase that names all holders.
 
     Another caller is preferred to this one. After a wait, the phrase says what the
