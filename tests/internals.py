@@ -64,7 +64,7 @@ NAMES = {
     "leader": "dlocks.election.leader",
     "Acquisition": "dlocks.core.acquire:Acquisition",
     "Attempt": "dlocks.core.attempt:Attempt",
-    "ThreadWakeup": "dlocks.core.drive:ThreadWakeup",
+    "ThreadWakeup": "dlocks.core.acquire:ThreadWakeup",
     "helpers": "dlocks.testing",
     "After": "dlocks.sql.clock:After",
     "HoldRecord": "dlocks.models:HoldRecord",

@@ -9,11 +9,10 @@ from typing import Any
 
 from django.core import signing
 
-from dlocks.core.acquire import Acquisition
+from dlocks.core.acquire import Acquisition, ThreadWakeup
 from dlocks.core.attempt import ask_for
 from dlocks.core.callers import current_caller
 from dlocks.core.detach import SALT
-from dlocks.core.drive import ThreadWakeup
 from dlocks.core.hold import Hold
 from dlocks.core.lock import Lock
 from dlocks.exceptions import LockLost

@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any, Never, TypeVar, cast
 from dlocks.backends.base import Backend
 from dlocks.conf import backends
 from dlocks.core import callers
-from dlocks.core.acquire import Acquisition
+from dlocks.core.acquire import (
+    Acquisition,
+    TaskWakeup,
+    ThreadWakeup,
+    adrive,
+    drive,
+)
 from dlocks.core.callers import (
     Acquired,
     Blocks,
@@ -22,7 +28,6 @@ from dlocks.core.callers import (
     frame_id_of,
 )
 from dlocks.core.claims import hold_at
-from dlocks.core.drive import TaskWakeup, ThreadWakeup, adrive, drive
 from dlocks.core.hold import (
     Hold,
     aleave_block,

@@ -26,9 +26,8 @@ from django.db import close_old_connections, connections
 # It reports that the app is not installed, so the app cannot register it.
 from dlocks import checks  # noqa: F401
 from dlocks.conf import DEFAULT_ALIAS, backends
-from dlocks.core.acquire import Acquisition
+from dlocks.core.acquire import Acquisition, TaskWakeup, adrive, drive
 from dlocks.core.callers import current_caller
-from dlocks.core.drive import TaskWakeup, adrive, drive
 from dlocks.core.explain import shut_down_error
 from dlocks.core.hold import Hold
 from dlocks.core.lock import Lock

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from django.db import connections
 
@@ -18,10 +17,7 @@ from dlocks.runtime.threads import Mutex
 from dlocks.runtime.workers import IDLE_CLOSE_AFTER, ServerWorker
 
 if TYPE_CHECKING:
-    import asyncio
-
     from dlocks.backends.base import Backend
-    from dlocks.values import Claim
 
 logger = logging.getLogger("dlocks")
 
@@ -33,32 +29,6 @@ REPLY_TIMEOUT = 1.0
 EXPLAINED_LIMIT = 10
 # The reason given for all other lost holds.
 GONE = "the backend reports that this hold has ended"
-
-
-class WatchedHold(Protocol):
-    """What the keeper uses of a ``Holding``, which is in a higher layer."""
-
-    backend: Backend
-    claim: Claim
-    face: Any
-    lease: Any
-    life: Any
-    watch: Any
-
-    @property
-    def is_over(self) -> bool: ...
-    @property
-    def renewable(self) -> bool: ...
-    @property
-    def awaits_transactions(self) -> bool: ...
-    @property
-    def to_settle(self) -> bool: ...
-    @property
-    def callers(self) -> list[threading.Thread | asyncio.Task[Any]]: ...
-    def next_claim(self) -> Claim: ...
-    def lose(self, why: str) -> None: ...
-    def why_gone(self) -> str: ...
-    def settle(self, timeout: float) -> None: ...
 
 
 class Workers:
@@ -93,7 +63,7 @@ class Workers:
             for hold in self._keeper.holds
         ) or any(needed is worker for _, needed in list(self.deferred.values()))
 
-    def due(self, holds: Iterable[WatchedHold]) -> set[Backend]:
+    def due(self, holds: Iterable[Any]) -> set[Backend]:
         """Return the backends with a lease to renew now."""
         now = clock.now()
         return {
@@ -102,7 +72,7 @@ class Workers:
             if hold.renewable and hold.lease.renew_at <= now
         }
 
-    def reply_by(self, hold: WatchedHold) -> float | None:
+    def reply_by(self, hold: Any) -> float | None:
         """Return until when the reply to a pending renewal may arrive, or None."""
         worker = self.by_server.get(hold.backend.identity)
         sent_at = None if worker is None else worker.pending.get(hold.backend)
@@ -169,10 +139,10 @@ class Workers:
             del worker.pending[subject]
             raise
 
-    def post_end(self, hold: WatchedHold) -> None:
+    def post_end(self, hold: Any) -> None:
         self._post_once(self.of(hold.backend), hold, partial(self._end, hold))
 
-    def _end(self, hold: WatchedHold) -> None:
+    def _end(self, hold: Any) -> None:
         # The caller may have entered the hold again since this was posted.
         if hold.to_settle:
             hold.settle(timeout=0.0)
@@ -190,7 +160,7 @@ class Workers:
                 hold.lease.put_off_renewal(error)
             raise
 
-    def _holds_of(self, backend: Backend) -> list[WatchedHold]:
+    def _holds_of(self, backend: Backend) -> list[Any]:
         return [hold for hold in self._keeper.holds if hold.backend is backend]
 
     def _renew_all(self, backend: Backend) -> None:
@@ -209,13 +179,12 @@ class Workers:
             # waited for.
             hold.watch.check_expiry(hold)
 
-    def _renew(self, backend: Backend, holds: Mapping[WatchedHold, int]) -> None:
+    def _renew(self, backend: Backend, holds: Mapping[Any, int]) -> None:
         """Renew holds, each with the number of its guards so far."""
         sent = clock.now()
-        by_owner = {hold.claim.owner: hold for hold in holds}
-        if all(hold.lease.renew_at > sent for hold in by_owner.values()):
+        if all(hold.lease.renew_at > sent for hold in holds):
             return
-        claims = [hold.next_claim() for hold in by_owner.values()]
+        claims = [hold.next_claim() for hold in holds]
         try:
             seconds_left = request(backend.renew, claims)
         except Exception as error:  # noqa: BLE001 (it concerns one backend only)
@@ -228,11 +197,12 @@ class Workers:
             )
             with suppress(Exception):
                 connections.close_all()
-            for hold in by_owner.values():
+            for hold in holds:
                 hold.lease.put_off_renewal(error)
             return
         lost = []
-        for owner, hold in by_owner.items():
+        for hold in holds:
+            owner = hold.claim.owner
             if owner in seconds_left:
                 hold.lease.record_answer(sent, seconds_left[owner])
             else:

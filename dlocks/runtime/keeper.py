@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from dlocks.runtime import clock
 from dlocks.runtime.clock import FOREVER
 from dlocks.runtime.greenlets import is_alive
-from dlocks.runtime.jobs import WatchedHold, Workers
+from dlocks.runtime.jobs import Workers
 from dlocks.runtime.pools import call_privately, leave_pools
 from dlocks.runtime.process import at_child_exit, in_child
 from dlocks.runtime.threads import (
@@ -61,7 +61,7 @@ READY = 0.1
 LOOK_EVERY = 0.4
 
 
-def _is_at_work(hold: WatchedHold) -> bool:
+def _is_at_work(hold: Any) -> bool:
     """Return whether another thread still works under a hold."""
     this = threading.current_thread()
     return any(
@@ -93,10 +93,10 @@ class Keeper:
         # finalizer in that thread may set it.
         self._wakeup = Flag()
         # A plain set, since WeakSet is written in Python.
-        self._holds: set[weakref.ref[WatchedHold]] = set()
+        self._holds: set[weakref.ref[Any]] = set()
         # Holds that may have no other reference, to be released at the end of a
         # transaction.
-        self._left: set[WatchedHold] = set()
+        self._left: set[Any] = set()
         self._jobs: deque[Callable[[], None]] = deque()
         self._workers = Workers(self, self._mutex)
         self._thread = BackgroundThread("dlocks-keeper", self._loop)
@@ -116,11 +116,11 @@ class Keeper:
         return this_thread.is_keepers
 
     @property
-    def holds(self) -> list[WatchedHold]:
+    def holds(self) -> list[Any]:
         """Return the holds that the keeper watches."""
         return [hold for one in list(self._holds) if (hold := one()) is not None]
 
-    def add(self, hold: WatchedHold) -> None:
+    def add(self, hold: Any) -> None:
         """Renew and watch a hold until it is removed."""
         with self._mutex:
             self._holds.add(weakref.ref(hold, self._holds.discard))
@@ -139,10 +139,7 @@ class Keeper:
                 self._wake()
 
     def add_left(self, hold: Any) -> None:
-        """Refer to a hold that was left in a transaction until it is settled.
-
-        There may be no other reference.
-        """
+        """Refer to a hold that was left in a transaction until it is settled."""
         with self._mutex:
             # Otherwise it has just been removed.
             if not hold.is_over:
@@ -353,9 +350,7 @@ class Keeper:
             # A reference kept during the pause would keep the hold alive.
             del jobs, holds
 
-    def _round(
-        self, jobs: Iterable[Callable[[], None]], holds: Sequence[WatchedHold]
-    ) -> bool:
+    def _round(self, jobs: Iterable[Callable[[], None]], holds: Sequence[Any]) -> bool:
         succeeded = [self._safely(job) for job in jobs]
         succeeded += [
             self._safely(self._workers.post_renewal, backend)
@@ -389,7 +384,7 @@ class Keeper:
             due = min(due, clock.now() + READY)
         return due
 
-    def _due_at(self, hold: WatchedHold) -> float:
+    def _due_at(self, hold: Any) -> float:
         due: float
         reply_by = self._workers.reply_by(hold)
         if reply_by is None or hold.awaits_transactions:
@@ -398,7 +393,7 @@ class Keeper:
             due = max(hold.lease.deadline, reply_by)
         return due
 
-    def _check(self, hold: WatchedHold) -> None:
+    def _check(self, hold: Any) -> None:
         if hold.is_over:
             if hold.life.state.reason is not None:
                 # The call that ended it was interrupted before it removed it.
