@@ -128,14 +128,12 @@ class Acquisition:
             self.cancel()
             return DONE
         pause = self._try()
-        must_wait = pause is not DONE and pause != 0
         for attempt in self.attempts:
-            # It has joined the queue, which others see, perhaps before a shutdown.
-            must_wait = must_wait or attempt.paused
-        if must_wait and not self._waits:
-            self._waits = True
-            if not waits.begin(self):
-                raise self._shut_down()
+            # It pauses, or has joined the queue, perhaps before a shutdown.
+            if attempt.paused and not self._waits:
+                self._waits = True
+                if not waits.begin(self):
+                    raise self._shut_down()
         if pause is DONE and self._waits and not waits.complete(self):
             raise self._shut_down()
         return pause
