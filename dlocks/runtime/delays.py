@@ -32,15 +32,11 @@ def delays(
     ``deadline``, a time of ``clock.now()``.
     """
     bound = first
-    while True:
+    while (left := deadline - clock.now()) > 0:
         # Half of it is random, so that callers that failed together do not retry
         # together.
-        delay = random.uniform(bound / 2, bound)  # noqa: S311 (jitter)
+        yield min(random.uniform(bound / 2, bound), left)  # noqa: S311 (jitter)
         bound = min(bound * 2, longest)
-        left = deadline - clock.now()
-        if left <= 0:
-            return
-        yield min(delay, left)
 
 
 class PollSchedule:
@@ -97,14 +93,7 @@ class PollSchedule:
             return clock.FOREVER
         if not self.is_frequent:
             return LONGEST_POLL_DELAY * max(1, ahead)
-        if ahead == 0:
-            return min(
-                LONGEST_POLL_DELAY,
-                max(SHORTEST_POLL_DELAY, (now - self._moved_at) / 10),
-            )
-        return min(
-            LONGEST_POLL_DELAY * ahead,
-            max(
-                SHORTEST_POLL_DELAY, ahead * (self._turn or LONGEST_POLL_DELAY / 10) / 2
-            ),
-        )
+        delay = (now - self._moved_at) / 10
+        if ahead > 0:
+            delay = ahead * (self._turn or LONGEST_POLL_DELAY / 10) / 2
+        return min(LONGEST_POLL_DELAY * max(1, ahead), max(SHORTEST_POLL_DELAY, delay))
