@@ -96,7 +96,10 @@ class Source:
             "source": self,
             "alias": self.query.get("alias"),
             "alias_query": f"?{urlencode(self.query)}" if self.query else "",
-            "aliases": self.shown.items(),
+            "aliases": [
+                (alias, urlencode({"alias": alias}), backend)
+                for alias, backend in self.shown.items()
+            ],
         }
 
 
