@@ -20,8 +20,9 @@ from dlocks.backends.base import HEARTBEAT_TIMEOUT, Backend
 from dlocks.backends.database.backend import DatabaseBackend
 from dlocks.backends.listing import listed
 from dlocks.models import ClaimState, LockClaim, LockState, ResourceLock
+from dlocks.sql.clock import After
 from dlocks.text import printable, shown_address, shown_duration, shown_holder
-from dlocks.values import UNLIMITED
+from dlocks.values import UNLIMITED, Kept
 
 # A ResourceLock with the annotations of ``by_clock()`` and ``with_queue()``, or a
 # LockClaim with those of ``by_clock()``. The owner is deferred. Without rows, both are
@@ -78,7 +79,8 @@ def pages(
     wanted = Q(state__in=states)
     if waited_for:
         wanted |= Q(waiters__gt=0) | Q(waiting__gt=0)
-    locks = locks_of(backend).order_by("pk").filter(wanted)
+    locks = locks_of(backend, in_use=LockState.FREE not in states)
+    locks = locks.order_by("pk").filter(wanted)
     following = locks.filter(pk__gte=backend.prefix)
     while page := list(following[:PAGE]):
         # Keys are ordered by bytes, so the keys with the prefix are adjacent.
@@ -89,15 +91,33 @@ def pages(
         following = locks.filter(pk__gt=page[-1].pk)
 
 
-def locks_of(backend: DatabaseBackend, keys: Sequence[str] | None = None) -> Any:
-    """Return the locks. Look for kept leases only of ``keys``, if these are given."""
+def locks_of(
+    backend: DatabaseBackend, keys: Sequence[str] | None = None, *, in_use: bool = False
+) -> Any:
+    """Return the locks, or those that may be in use.
+
+    Look for kept leases only of ``keys``, if these are given.
+    """
     kept = backend.keepers.kept(keys)
-    return (
-        ResourceLock.objects.using(backend.database)
-        .by_clock(kept)
-        .with_queue(kept)
-        .defer("owner")
-    )
+    locks = ResourceLock.objects.using(backend.database)
+    if in_use:
+        locks = maybe_in_use(locks, kept)
+    return locks.by_clock(kept).with_queue(kept).defer("owner")
+
+
+# What a row alone says of a lock in use.
+IN_USE = Q(end_time__gt=After(0)) | ResourceLock.LEFT | Q(shares__gt=0)
+
+
+def maybe_in_use(locks: Any, kept: Kept) -> Any:
+    """Keep the locks that may be in use, which a row alone or the claims can say.
+
+    Most rows of a large table are free. For each other row, further subqueries count
+    its claims. PostgreSQL compiles them all if it expects many rows, which can take
+    seconds.
+    """
+    claimed = LockClaim.objects.using(locks.db).values("key_resource")
+    return locks.filter(IN_USE | Q(pk__in=claimed) | Q(pk__in=kept.transactions))
 
 
 def claims(backend: DatabaseBackend, keys: Iterable[str]) -> Any:

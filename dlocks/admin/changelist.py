@@ -13,9 +13,8 @@ from django.utils.translation import gettext_lazy
 
 from dlocks.admin.base import AliasChangeList, Source
 from dlocks.admin.past import Past
-from dlocks.models import ClaimState, LockClaim, LockState, ResourceLock
-from dlocks.operations import LockRow
-from dlocks.sql.clock import After
+from dlocks.models import ClaimState, LockClaim, LockState
+from dlocks.operations import IN_USE, LockRow, maybe_in_use
 from dlocks.values import Kept
 
 # Claims shown for each lock and each of their states.
@@ -35,21 +34,6 @@ FILTERS: dict[str, tuple[Any, list[LockState], bool]] = {
     "stale": (gettext_lazy("stale"), [LockState.STALE], False),
     "waiting": (gettext_lazy("waiting"), [], True),
 }
-
-
-# What a row alone says of a lock in use.
-IN_USE = Q(end_time__gt=After(0)) | ResourceLock.LEFT | Q(shares__gt=0)
-
-
-def maybe_in_use(locks: Any, kept: Kept) -> Any:
-    """Keep the locks that may be in use, which a row alone or the claims can say.
-
-    Most rows of a large table are free. For each other row, further subqueries count
-    its claims. PostgreSQL compiles them all if it expects many rows, which can take
-    seconds.
-    """
-    claimed = LockClaim.objects.using(locks.db).values("key_resource")
-    return locks.filter(IN_USE | Q(pk__in=claimed) | Q(pk__in=kept.transactions))
 
 
 def condition(chosen: str) -> Q:
