@@ -227,15 +227,16 @@ class EngineQueue:
             heads = self._claims.without_session()
             own = list(one for one in heads if one.claim.owner in owners)
             tried = own[:KEYS_PER_POLL]
-            is_served = bool(tried) or self._claims.are_awaited()
+            is_served = self._claims.are_awaited()
             self._claims.move_back([entry.name for entry in tried])
+        if not is_served:
+            # An unreachable server must not look like a busy key. A key is not tried if
+            # a thread is about to wait for it.
+            self._sessions.ask("ping", 0)
         for entry in tried:
             # After a shared claim was granted, the next one can share the key too.
             while entry.claim.owner in owners and self._attempt(entry):
                 entry = self._claims.queued.get(entry.name, (entry,))[0]
-        if not is_served:
-            # An unreachable server must not look like a busy key.
-            self._sessions.ask("ping", 0)
         # Not after an error, which the next poll reports as well.
         self._polled_at = now
 

@@ -494,6 +494,32 @@ def test_a_key_is_not_busy_because_a_session_has_ended(
     assert not backend.claims.entries
 
 
+@SERVERS
+def test_an_unreachable_server_is_reported_when_a_thread_is_about_to_wait(
+    backend, monkeypatch
+):
+    """The thread has not connected yet, so nothing has said that the key is busy."""
+    kind, move_back = backend.sessions.kind, backend.claims.move_back
+
+    def refused(self):
+        raise LockBackendError("unreachable")
+
+    monkeypatch.setattr(kind, "connect", refused)
+    monkeypatch.setattr(backend.queue, "advance", lambda: None)
+    mine = claim()
+    backend.enqueue(mine)
+    entry = backend.claims.entries[mine.owner]
+
+    def begin_to_wait(names):
+        move_back(names)
+        backend.claims.assign(entry, backend.sessions.new())
+
+    monkeypatch.setattr(backend.claims, "move_back", begin_to_wait)
+    with pytest.raises(LockBackendError, match="unreachable"):
+        backend.poll([mine])
+    backend.claims.forget(entry)
+
+
 # The threads of the backend.
 
 
