@@ -149,15 +149,16 @@ class EngineQueue:
         The thread finds its waiter by itself, so an interrupt here blocks no waiter.
         """
         with self._claims.mutex:
-            # A session that is discarded closes itself, outside of the mutex.
-            found = self._next()
-            if found is not None:
+            if self._next() is not None:
                 # Threads that are busy look for the next waiter by themselves.
                 with suppress(PythonIsExitingError):
                     any(thread.start() for thread in self._threads)
 
-    def _next(self) -> tuple[Entry, Session] | None:
-        """Return the next waiter and its session; the caller holds the mutex."""
+    def _next(self) -> tuple[Entry, Session | None] | None:
+        """Return the next waiter, and an unused session if there is one.
+
+        Return None if there is no place for a waiter. The caller holds the mutex.
+        """
         # A waiter whose caller holds other keys waits in the engine in any case. Other
         # processes look for deadlocks there.
         waiters = self._claims.without_session() or [
@@ -169,7 +170,7 @@ class EngineQueue:
             if not session.at:
                 return waiters[0], session
         if len(self._sessions.for_waiters) < self.places:
-            return waiters[0], self._sessions.new()
+            return waiters[0], None
         return None
 
     def _serve(self) -> None:
@@ -180,7 +181,8 @@ class EngineQueue:
                     for thread in list(one for one in self._threads if one.is_current):
                         thread.end()
                     return
-                entry, session = found
+                entry, unused = found
+                session = unused or self._sessions.new()
                 self._sessions.for_waiters.add(session)
                 session.wait_over = Latch()
                 self._claims.assign(entry, session)
