@@ -183,14 +183,14 @@ def seen_by_the_commands():
             holder = db_lock("seen").holder() is not None
     with tenant("globex"):
         db_lock("left", ttl=0.5, renew=False).acquire()
-    store = backends["default"].store
-    store.grace, grace = 0.0, store.grace
+    reader = backends["default"].store.reader
+    reader.grace, grace = 0.0, reader.grace
     try:
         with tenant("acme"):
             stale = eventually(lambda: db_lock("left").holder().stale)
             call_command("reap_locks", stdout=StringIO())
     finally:
-        store.grace = grace
+        reader.grace = grace
     with tenant("globex"):
         return listed, holder, stale, db_lock("left").holder() is None
 

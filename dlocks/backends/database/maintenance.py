@@ -134,7 +134,7 @@ class Maintenance:
         Work in batches. For each batch, yield the number of locks and shared holds that
         were freed.
         """
-        expired = {"end_time__lte": After(-self.store.grace)}
+        expired = {"end_time__lte": After(-self.store.reader.grace)}
         stale = self.store.locks.filter(status="P", **expired)
         if not self.store.observed:
             for page in self._under_prefix(stale.values_list("pk", "version")):

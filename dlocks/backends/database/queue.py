@@ -277,7 +277,7 @@ class Queue:
             elif not owner or not all_wait or (heard is not None and uncounted):
                 rest.append(claim)
             else:
-                next_check = float(left) + self.store.grace
+                next_check = float(left) + self.store.reader.grace
                 tickets[claim.owner] = Ticket(ahead=int(ahead), next_check=next_check)
         return rest
 

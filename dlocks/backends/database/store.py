@@ -77,7 +77,6 @@ class Store:
         self.session = session
         # Returns the prefix of the backend's keys.
         self.prefix = prefix
-        self.grace = grace
         # Whether no clock is trusted.
         self.observed = observed_for is not None
         self.reader = Reader(session, grace, observed_for)

@@ -185,7 +185,7 @@ def test_a_share_that_a_guard_renews_within_a_step_is_not_ended(
     if who == "an operator":
         # What is stale can be cleared before the grace has passed.
         monkeypatch.setattr(store.reader, "grace", 600.0)
-    grace = 0.0 if who == "an operator" else store.grace
+    grace = 0.0 if who == "an operator" else store.reader.grace
     while claims.get(version=token).seconds_left > -2 * grace:
         time.sleep(0.05)
     usual = store._without_kept
