@@ -2,7 +2,7 @@ from typing import Any
 
 from django.db import migrations, models
 
-from dlocks import fields
+import dlocks.fields
 
 
 def set_storage(apps: Any, schema_editor: Any) -> None:
@@ -48,7 +48,7 @@ class Migration(migrations.Migration):
             fields=[
                 (
                     "key_resource",
-                    fields.KeyField(
+                    dlocks.fields.KeyField(
                         max_length=255,
                         primary_key=True,
                         serialize=False,
@@ -69,7 +69,7 @@ class Migration(migrations.Migration):
                 ),
                 (
                     "owner",
-                    fields.OwnerField(
+                    dlocks.fields.OwnerField(
                         help_text="The secret, random identity of one hold.",
                         max_length=32,
                         verbose_name="owner",
@@ -77,7 +77,7 @@ class Migration(migrations.Migration):
                 ),
                 (
                     "holder",
-                    fields.UnicodeField(
+                    dlocks.fields.UnicodeField(
                         help_text="Host, process, thread or task, and note.",
                         max_length=255,
                         verbose_name="holder",
@@ -87,8 +87,11 @@ class Migration(migrations.Migration):
                     "owner_ip",
                     models.GenericIPAddressField(null=True, verbose_name="owner IP"),
                 ),
-                ("begin_time", fields.ClockField(null=True, verbose_name="begin time")),
-                ("end_time", fields.ClockField(verbose_name="end time")),
+                (
+                    "begin_time",
+                    dlocks.fields.ClockField(null=True, verbose_name="begin time"),
+                ),
+                ("end_time", dlocks.fields.ClockField(verbose_name="end time")),
                 (
                     "hold_count",
                     models.PositiveIntegerField(default=0, verbose_name="hold count"),
@@ -128,20 +131,26 @@ class Migration(migrations.Migration):
             name="LockClaim",
             fields=[
                 ("id", models.BigAutoField(primary_key=True, serialize=False)),
-                ("key_resource", fields.KeyField(max_length=255, verbose_name="key")),
+                (
+                    "key_resource",
+                    dlocks.fields.KeyField(max_length=255, verbose_name="key"),
+                ),
                 (
                     "owner",
-                    fields.ClaimOwnerField(
+                    dlocks.fields.ClaimOwnerField(
                         max_length=32, unique=True, verbose_name="owner"
                     ),
                 ),
-                ("holder", fields.UnicodeField(max_length=255, verbose_name="holder")),
+                (
+                    "holder",
+                    dlocks.fields.UnicodeField(max_length=255, verbose_name="holder"),
+                ),
                 (
                     "owner_ip",
                     models.GenericIPAddressField(null=True, verbose_name="owner IP"),
                 ),
-                ("begin_time", fields.ClockField(verbose_name="begin time")),
-                ("end_time", fields.ClockField(verbose_name="end time")),
+                ("begin_time", dlocks.fields.ClockField(verbose_name="begin time")),
+                ("end_time", dlocks.fields.ClockField(verbose_name="end time")),
                 ("version", models.BigIntegerField(null=True, verbose_name="version")),
                 (
                     "hold_count",
@@ -182,7 +191,7 @@ class Migration(migrations.Migration):
                 ),
                 (
                     "holding",
-                    fields.HoldingField(
+                    dlocks.fields.HoldingField(
                         blank=True,
                         help_text="The keys that a waiting caller holds, as JSON.",
                         verbose_name="holding",
@@ -202,9 +211,15 @@ class Migration(migrations.Migration):
             name="HoldRecord",
             fields=[
                 ("id", models.BigAutoField(primary_key=True, serialize=False)),
-                ("key_resource", fields.KeyField(max_length=255, verbose_name="key")),
+                (
+                    "key_resource",
+                    dlocks.fields.KeyField(max_length=255, verbose_name="key"),
+                ),
                 ("token", models.BigIntegerField(verbose_name="token")),
-                ("holder", fields.UnicodeField(max_length=255, verbose_name="holder")),
+                (
+                    "holder",
+                    dlocks.fields.UnicodeField(max_length=255, verbose_name="holder"),
+                ),
                 (
                     "owner_ip",
                     models.GenericIPAddressField(null=True, verbose_name="owner IP"),
@@ -225,8 +240,8 @@ class Migration(migrations.Migration):
                         verbose_name="waited",
                     ),
                 ),
-                ("begin_time", fields.ClockField(verbose_name="begin time")),
-                ("end_time", fields.ClockField(verbose_name="end time")),
+                ("begin_time", dlocks.fields.ClockField(verbose_name="begin time")),
+                ("end_time", dlocks.fields.ClockField(verbose_name="end time")),
                 (
                     "ending",
                     models.CharField(
