@@ -122,10 +122,13 @@ def was_renewed(hold):
 @SERVERS
 def test_a_locked_row_of_a_short_lease_delays_no_other_renewal(worker, until):
     """One thread renews all leases of a server."""
-    other = db_lock("stock:8", ttl=1.0).acquire()
+    # A busy machine may stall for more than a second.
+    other = db_lock("stock:8", ttl=2.5).acquire()
     hold = db_lock("stock:7", ttl=3.0).acquire()
     with worker.doing(jobs.lock_row, "stock:7"):
         until(lambda: not hold.held)
+        left = other.remaining
+        until(lambda: other.remaining > left or not other.held)
         was_renewed(other)
     other.release()
     with suppress(LockLost):
