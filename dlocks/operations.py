@@ -254,7 +254,7 @@ def end(
     row as it was before, or raise NotCleared.
     """
     stale_only = stale_only or reason is None
-    before = _present(backend, kind, key, number, stale_only=stale_only)
+    before = _read_endable(backend, kind, key, number, stale_only=stale_only)
     act: Callable[[str, int], bool] = partial(backend.clear, stale_only=stale_only)
     if isinstance(backend, DatabaseBackend):
         if kind == "claim":
@@ -274,7 +274,7 @@ def end(
                 "expired by the database's clock, but not observed for long enough:"
                 " force its release, with a reason"
             )
-        now = _present(backend, kind, key, number, stale_only=stale_only)
+        now = _read_endable(backend, kind, key, number, stale_only=stale_only)
         raise NotCleared(why, now)
     what = what or ("clear" if before.state == LockState.STALE else "force_release")
     reason = reason or audit.STALE
@@ -299,10 +299,10 @@ def end(
     return before
 
 
-def _present(
+def _read_endable(
     backend: Backend, kind: Kind, key: str, number: int, *, stale_only: bool
 ) -> LockRow:
-    """Return the present row of what is to be ended, or raise NotCleared."""
+    """Read the row again, and raise NotCleared if it must not be ended."""
     if kind == "claim" and isinstance(backend, DatabaseBackend):
         queued = claims(backend, [key]).filter(version__isnull=True)
         found = queued.filter(pk=number).first() if is_column(number) else None

@@ -179,7 +179,7 @@ class History:
                 turn.until = turn.got + remaining
             elif kind == "held":
                 turn.until = max(turn.until, rest[0] + rest[1])
-                # A renewal that was late restores a lease that nobody has taken.
+                # A late renewal succeeds if no other caller has acquired the key.
                 turn.lost = FOREVER
             elif kind == "lost":
                 turn.lost = min(turn.lost, rest[0])

@@ -45,7 +45,7 @@ def logged():
 
 
 def acquire_all(pipe):
-    """Acquire each lock in vain, and return the errors, and what was logged."""
+    """Try to acquire each lock. Return the errors and the log records."""
     errors = []
 
     async def acquire(lock):
@@ -62,7 +62,7 @@ def acquire_all(pipe):
 
 
 def check_health(pipe):
-    """Return what the command prints about the default alias, and what was logged."""
+    """Run ``dlocks_health``. Return its output and the log records."""
     out = io.StringIO()
     with logged() as records:
         try:

@@ -83,7 +83,7 @@ LOCKS = {
 @for_each("using", ["default", "memory"])
 @for_each("kind", LOCKS)
 @sync_and_async
-async def test_a_lost_hold_that_nobody_left_forbids_no_further_one(do, kind, using):
+async def test_a_lost_hold_does_not_prevent_a_new_one(do, kind, using):
     """A job ended without ``release()``, and its hold was lost meanwhile.
 
     With ``reentrant=False`` the next ``acquire()`` of the same thread or task
