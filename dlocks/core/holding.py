@@ -28,7 +28,7 @@ from dlocks.runtime.clock import FOREVER
 from dlocks.runtime.connected import connection_of
 from dlocks.runtime.keeper import LONGEST_TIMEOUT, keeper
 from dlocks.runtime.requests import refuse_nested, request
-from dlocks.runtime.threads import this_thread
+from dlocks.runtime.threads import Latch, this_thread
 from dlocks.transactions import OwnTransaction, TransactionMarker, forbid_commit
 from dlocks.values import Claim, Grant
 
@@ -424,7 +424,7 @@ class Holding:
                 rest_for=self.min_hold_left,
             )
         except LockBackendError as error:
-            self.is_released = True
+            self.mark_released()
             if own is None:
                 raise
             if own.connection.needs_rollback and not was_broken:
@@ -435,7 +435,7 @@ class Holding:
                 ) from error
             # The broken transaction releases the row when it ends.
             return
-        self.is_released = True
+        self.mark_released()
         if not released:
             if own is not None:
                 # The server has rolled it back, and the caller is in another
@@ -463,7 +463,20 @@ class Holding:
         except LockError as trouble:
             if self.life.state.reason is not Reason.LOST:
                 logger.warning("%s", trouble)
+        self.mark_released()
+
+    def mark_released(self) -> None:
+        """Record that the release is done, and wake the threads that wait for it."""
         self.is_released = True
+        if (latch := vars(self).get("_released")) is not None:
+            latch.set()
+
+    def await_release(self, timeout: float) -> None:
+        """Wait for another thread to release the key, at most ``timeout`` seconds."""
+        # It is made before the look, so that a release in between finds it.
+        latch: Latch = vars(self).setdefault("_released", Latch())
+        if not self.is_released:
+            latch.wait(timeout)
 
     def unwatch(self) -> None:
         """Stop watching a hold that has ended."""
@@ -473,7 +486,8 @@ class Holding:
 
     def end_silently(self) -> None:
         """Forget a hold that has ended. Nothing is sent or reported."""
-        self.is_released, self.face = True, None
+        self.face = None
+        self.mark_released()
         self.unwatch()
         self.forget_entries()
 

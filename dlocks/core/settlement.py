@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from dlocks.core.life import Effect, Phase, Reason
-from dlocks.runtime import clock
 from dlocks.runtime.keeper import keeper
 from dlocks.transactions import TransactionMarker, open_connections
 
@@ -76,14 +75,8 @@ def settle(hold: Any, timeout: float) -> None:
             hold.perform_quietly(Effect.RELEASE)
         elif hold.life.state.reason is Reason.RELEASED:
             # The keeper may have noticed the end of the transaction first.
-            _await_release(hold, timeout)
+            hold.await_release(timeout)
     except BaseException:
         # Perhaps the release was not sent yet, and nothing else would send it.
         hold.complete_leave(None)
         raise
-
-
-def _await_release(hold: Any, timeout: float) -> None:
-    until = clock.real_now() + timeout
-    while not hold.is_released and clock.real_now() < until:
-        clock.back_off(0.002)

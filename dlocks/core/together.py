@@ -112,6 +112,6 @@ def _release_together(
             # In a transaction, which is broken now, each hold handles this itself.
             if first.scope == "lease":
                 for entry in entries:
-                    entry.hold.is_released = True
+                    entry.hold.mark_released()
                 return False, error
     return False, None

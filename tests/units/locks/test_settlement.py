@@ -8,7 +8,7 @@ import pytest
 from django.db import transaction
 
 from dlocks import db_lock
-from tests.internals import backends, clock
+from tests.internals import Holding, backends
 
 pytestmark = [pytest.mark.front, pytest.mark.django_db(transaction=True)]
 
@@ -20,12 +20,9 @@ def test_a_commit_waits_for_the_release_that_another_thread_sends(monkeypatch, t
     """
     lock = db_lock("a", using="memory", scope="lease")
     hold = lock.acquire()
-    backend, back_off, others = backends["memory"], clock.back_off, []
-    release, is_sending, may_send = (
-        backend.release,
-        threading.Event(),
-        threading.Event(),
-    )
+    backend, others = backends["memory"], []
+    release, await_release = backend.release, Holding.await_release
+    is_sending, may_send = threading.Event(), threading.Event()
 
     def slow(*arguments, **options):
         is_sending.set()
@@ -37,11 +34,11 @@ def test_a_commit_waits_for_the_release_that_another_thread_sends(monkeypatch, t
         others.append(threads(hold.release))
         assert is_sending.wait(20)
 
-    def wait(longest):
+    def wait(*arguments):
         may_send.set()
-        back_off(longest)
+        await_release(*arguments)
 
-    monkeypatch.setattr(clock, "back_off", wait)
+    monkeypatch.setattr(Holding, "await_release", wait)
     with transaction.atomic():
         # Before the callback by which the hold waits for the end.
         transaction.on_commit(leave)
