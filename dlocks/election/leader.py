@@ -74,6 +74,21 @@ class RealTaskWakeup(TaskWakeup):
         self._event.clear()
 
 
+class Lead:
+    """One lead, from its campaign on. It is over at its end, or before that."""
+
+    def __init__(self) -> None:
+        # The lock, once it is acquired and until it is released.
+        self.hold: Hold | None = None
+        # Set when the lead is to end, or is lost.
+        self.over = Latch()
+
+    @property
+    def stands(self) -> bool:
+        hold = self.hold
+        return hold is not None and not self.over.is_set() and hold.held
+
+
 class LeaderElection:
     """An election among all processes that run one of the same name.
 
@@ -103,9 +118,6 @@ class LeaderElection:
     which waits at most five seconds for ``on_elected`` and ``on_deposed``.
     """
 
-    # The lock of the current lead, and the last lead that is to end or has ended.
-    _hold: Hold | None = None
-    _deposed: Hold | None = None
     _is_stopped = False
     # The thread in which the election runs, and whether that is one of its own.
     _runner: threading.Thread | None = None
@@ -145,12 +157,12 @@ class LeaderElection:
             ttl=FROM_SETTINGS if ttl is None else in_seconds(ttl),
             scope="lease",
             release_at="exit",
-            on_lost=self._wake,
+            on_lost=self._lost,
         )
         self._mutex = new_mutex()
         self._ended = Latch()
-        # One flag for each thread in ``wait()``.
-        self._waiting: list[Flag] = []
+        # The current lead, or the next one.
+        self._current = Lead()
 
     def __repr__(self) -> str:
         leads = "leads" if self.is_leader else "does not lead"
@@ -164,14 +176,15 @@ class LeaderElection:
     @property
     def is_leader(self) -> bool:
         """Whether this process certainly leads and is to continue. Does no I/O."""
-        return self._leads_by(self._hold)
+        return self._continues(self._current)
 
     @property
     def token(self) -> int | None:
         """The fencing token of this process's lead, or None if it does not lead."""
         # Read once, since the next lead may begin meanwhile.
-        hold = self._hold
-        return hold.token if hold is not None and self._leads_by(hold) else None
+        lead = self._current
+        hold = lead.hold
+        return hold.token if hold is not None and self._continues(lead) else None
 
     def leader(self) -> Holder | None:
         """Return the current leader, or None. Queries the backend."""
@@ -231,11 +244,10 @@ class LeaderElection:
         This does not wait. The lead ends as after ``stop()``, when ``on_elected`` and
         ``on_deposed`` have returned. Return whether this process led.
         """
-        hold = self._hold
-        led = self._leads_by(hold)
+        lead = self._current
+        led = self._continues(lead)
         if led:
-            self._deposed = hold
-            self._wake()
+            self._end(lead)
         return led
 
     def stop(self, timeout: Duration | None = None) -> bool:
@@ -249,11 +261,10 @@ class LeaderElection:
         """
         limit = None if timeout is None else seconds("timeout", timeout)
         self._is_stopped = True
-        self._wake()
         if self._runner is None or self._pid != os.getpid():
             # It has not begun, or runs in the process of which this one is a fork.
-            self._hold = None
             return True
+        self._end(self._current)
         if self._runner is threading.current_thread():
             return self._ended.is_set()
         # This may be the thread of ``sync_to_async()``, in which the election would
@@ -273,21 +284,13 @@ class LeaderElection:
         deadline = clock.FOREVER
         if timeout is not None:
             deadline = clock.now() + in_seconds(timeout)
-        wakeup = Flag()
-        # Read the hold before registering the flag. If the lead ends in between, the
-        # loop notices it and does not mistake a later lead for this one.
-        hold = self._hold
-        self._waiting.append(wakeup)
-        try:
-            while True:
-                leads = self._hold is hold and self.is_leader
-                left = deadline - clock.now()
-                if not leads or left <= 0:
-                    break
-                wakeup.wait(left)
-            return leads
-        finally:
-            self._waiting.remove(wakeup)
+        lead = self._current
+        while True:
+            leads = lead.stands
+            left = deadline - clock.now()
+            if not leads or left <= 0:
+                return leads
+            lead.over.wait(left)
 
     def __enter__(self) -> Self:
         self.start()
@@ -329,7 +332,7 @@ class LeaderElection:
             if self._wakeup is wakeup:
                 # Perhaps an interrupt came before the campaign, or its thread runs.
                 self._is_stopped = True
-                self._wake()
+                self._end(self._current)
                 self._ended.set()
             raise
 
@@ -357,31 +360,28 @@ class LeaderElection:
             "%s %r: %s, token %d", what, self.name, hold.claim.holder, hold.token
         )
 
-    def _wake(self, hold: Hold | None = None) -> None:
-        """Wake the election, and the threads in ``wait()``."""
-        if self._wakeup is not None:
-            self._wakeup.wake()
-        for wakeup in list(self._waiting):
-            wakeup.set()
+    def _continues(self, lead: Lead) -> bool:
+        return lead.stands and not self._is_stopped
 
-    def _leads_by(self, hold: Hold | None) -> bool:
-        is_over = self._is_stopped or hold is self._deposed
-        return hold is not None and not is_over and hold.held
+    def _end(self, lead: Lead) -> None:
+        """Let a lead be over. Wake the election, and the threads in ``wait()``."""
+        lead.over.set()
+        self._wakeup.wake()
 
-    def _end_lead(self, hold: Hold) -> None:
-        """Let ``is_leader`` be false, before ``on_deposed`` waits for other threads."""
-        self._deposed = hold
-        self._wake()
+    def _lost(self, hold: Hold) -> None:
+        if self._current.hold is hold:
+            self._end(self._current)
 
     def _release(self) -> None:
-        hold = self._hold
+        lead = self._current
+        hold = lead.hold
         if hold is not None:
             # The loss of a lead has been reported already. If the backend cannot be
             # reached, the lease expires.
             with suppress(LockError):
                 hold.release(failed=self._failures.error is not None)
         # Only now, since a second call completes an interrupted one.
-        self._hold = None
+        lead.hold = None
 
     # The loop of a thread.
 
@@ -402,8 +402,9 @@ class LeaderElection:
                 if self._is_alone:
                     close_old_connections()
                 self._acquire()
-                if self._hold is not None and not self._is_stopped:
-                    self._lead(self._hold)
+                lead = self._current
+                if lead.hold is not None and not self._is_stopped:
+                    self._lead(lead, lead.hold)
                 self._release()
                 self._pause(self._end_pause())
         finally:
@@ -414,6 +415,7 @@ class LeaderElection:
 
     def _acquire(self) -> None:
         """Wait for the lead, unless the election is stopped."""
+        self._current = Lead()
         for delay in delays(clock.FOREVER, *RETRY_DELAYS):
             try:
                 acquisition = Acquisition(
@@ -423,7 +425,7 @@ class LeaderElection:
                     is_stopped=self._has_stopped,
                 )
                 # One line, so that an interrupt in between does not lose the hold.
-                self._hold = drive(acquisition)
+                self._current.hold = drive(acquisition)
                 return
             except LockShutDown:
                 # The shutdown stops this election, too.
@@ -433,7 +435,7 @@ class LeaderElection:
                 logger.warning(UNREACHABLE, self.name, error)
             self._pause(delay)
 
-    def _lead(self, hold: Hold) -> None:
+    def _lead(self, lead: Lead, hold: Hold) -> None:
         # A lead of any length is normal.
         hold.allow_long()
         self._log("Elected", hold)
@@ -449,7 +451,8 @@ class LeaderElection:
                 raise
             self._failures.add(hold, error)
         finally:
-            self._end_lead(hold)
+            # Before ``on_deposed``, which may wait for threads in ``wait()``.
+            lead.over.set()
             self._log("Deposed", hold)
             try:
                 _call(self.on_deposed, hold)
@@ -470,8 +473,9 @@ class LeaderElection:
                 if self._is_stopped:
                     break
                 await self._aacquire()
-                if self._hold is not None and not self._is_stopped:
-                    await self._alead(self._hold)
+                lead = self._current
+                if lead.hold is not None and not self._is_stopped:
+                    await self._alead(lead, lead.hold)
                 await run_in_sync_thread(self._release)
                 await self._apause(self._end_pause())
         finally:
@@ -481,12 +485,13 @@ class LeaderElection:
                 self._ended.set()
 
     async def _aacquire(self) -> None:
+        self._current = Lead()
         for delay in delays(clock.FOREVER, *RETRY_DELAYS):
             try:
                 acquisition = await self._campaign_lock._abegin(
                     current_caller(), self._wakeup, is_stopped=self._has_stopped
                 )
-                self._hold = await adrive(acquisition)
+                self._current.hold = await adrive(acquisition)
                 return
             except LockShutDown:
                 # The shutdown stops this election, too.
@@ -496,7 +501,7 @@ class LeaderElection:
                 logger.warning(UNREACHABLE, self.name, error)
             await self._apause(delay)
 
-    async def _alead(self, hold: Hold) -> None:
+    async def _alead(self, lead: Lead, hold: Hold) -> None:
         hold.allow_long()
         self._log("Elected", hold)
         work: asyncio.Future[Any] | None = None
@@ -515,7 +520,8 @@ class LeaderElection:
         except Exception as error:  # noqa: BLE001 (it is logged, and ends the lead)
             self._failures.add(hold, error)
         finally:
-            self._end_lead(hold)
+            # Before ``on_deposed``, which may wait for threads in ``wait()``.
+            lead.over.set()
             cancelled = None if work is None else await _end(work)
             self._log("Deposed", hold)
             try:

@@ -16,9 +16,8 @@ from django.db import connections
 
 from dlocks import Hold, LeaderElection
 from dlocks.testing import lose
-from tests.internals import failures
+from tests.internals import failures, leader
 from tests.promises.election.campaigns import elections, fail, heard, next_of
-from tests.timing import eventually
 
 __all__ = ["elections", "heard"]
 
@@ -33,19 +32,24 @@ def test_the_work_of_a_leader_ends_during_on_deposed(elections, heard, monkeypat
     ``call_command("run_locked")`` raises it, is a failure like others.
     """
     monkeypatch.setattr(failures, "PAUSE", 0.0)
-    waiting, waited, threads = threading.Barrier(5), queue.SimpleQueue(), []
+    waiting, waited, threads = threading.Semaphore(0), queue.SimpleQueue(), []
     endings = [SystemExit(3), ZeroDivisionError()]
 
+    class WaitedFor(leader.Latch):
+        def wait(self, seconds=None):
+            waiting.release()
+            return super().wait(seconds)
+
     def work(seconds):
-        waiting.wait(10)
         waited.put(one.wait(seconds))
 
     def elected(hold):
+        one._current.over = WaitedFor()
         for seconds in (60, 60, 60, float("inf")):
             threads.append(threading.Thread(target=work, args=[seconds], daemon=True))
             threads[-1].start()
-        waiting.wait(10)
-        eventually(lambda: len(one._waiting) == 4)
+        for _ in threads[-4:]:
+            assert waiting.acquire(timeout=10)
         heard.put(("one", "elected", hold))
         if endings:
             raise endings.pop()
@@ -91,20 +95,17 @@ def test_a_broken_connection_is_replaced_before_the_next_lead(
 
 
 def test_a_deposed_leader_does_not_lead_until_its_release(elections, monkeypatch):
-    """A thread that reads ``is_leader`` meanwhile may have read the hold before."""
     release, answers = Hold.release, []
 
     def read_and_release(hold, **options):
-        one._hold = hold
-        answers.append(one.is_leader)
-        one._hold = None
+        answers.append((one.is_leader, hold.held))
         release(hold, **options)
 
     monkeypatch.setattr(Hold, "release", read_and_release)
     one = elections(on_elected=fail, give_up_after=1)
     with pytest.raises(ZeroDivisionError):
         one.run()
-    assert answers == [False]
+    assert answers == [(False, True)]
 
 
 async def test_an_election_that_is_cancelled_twice_ends(monkeypatch):
@@ -141,8 +142,6 @@ def test_a_fork_of_a_leader_does_not_wait_for_its_parent(elections, monkeypatch)
     one.start()
     assert elected.wait(10)
     inherited = copy.copy(one)
-    # A forked process has a wakeup of its own.
-    inherited._wake = lambda: None
     with monkeypatch.context() as patched:
         patched.setattr(os, "getpid", lambda: 1)
         assert not inherited.is_leader

@@ -93,10 +93,12 @@ def test_a_look_at_the_lead_is_about_one_lead(monkeypatch):
         lambda election: election.token in (None, current.token),
         lambda election: not election.resign() or not election.is_leader,
     ):
-        leads = itertools.chain([last], itertools.repeat(current))
+        leads = [leader.Lead(), leader.Lead()]
+        leads[0].hold, leads[1].hold = last, current
+        looks = itertools.chain(leads, itertools.repeat(leads[1]))
 
         class Elected(LeaderElection):
-            _hold = property(lambda self, leads=leads: next(leads), lambda *_: None)
+            _current = property(lambda self, looks=looks: next(looks), lambda *_: None)
 
         assert look(Elected("scheduler", using="memory"))
     current.release()
