@@ -38,6 +38,8 @@ USE_NEWEST = os.environ.get("DLOCKS_TEST_SERVERS") == "newest"
 PASSWORD = os.environ.setdefault("DLOCKS_TEST_PASSWORD", os.urandom(16).hex())
 # libpq and the client libraries of MySQL use these for a connection without a password.
 os.environ["PGPASSWORD"] = os.environ["MYSQL_PWD"] = PASSWORD
+# What the programs of MariaDB and MySQL say of an incomplete event in a binary log.
+INCOMPLETE_EVENT = re.compile("truncated|empty file|reading the header")
 
 
 def place_of(server: str) -> Path:
@@ -454,16 +456,25 @@ class MariaDB(Server):
             return cursor.fetchall()
 
     def read_binary_log(self, *files: str) -> str:
-        """Return the row changes in binary log files as text."""
-        command = [
-            self._tool(self.binary_log_reader),
-            "--base64-output=decode-rows",
-            "--verbose",
-            *files,
-        ]
-        return subprocess.run(
-            command, capture_output=True, text=True, check=True
-        ).stdout
+        """Return the row changes in binary log files as text.
+
+        A server that was killed may leave an incomplete event at the end of a file,
+        even the first one, whose change was not committed. The program stops there, so
+        it reads each file by itself.
+        """
+        changes = []
+        for file in files:
+            command = [
+                self._tool(self.binary_log_reader),
+                "--base64-output=decode-rows",
+                "--verbose",
+                file,
+            ]
+            read = subprocess.run(command, capture_output=True, text=True)
+            if read.returncode and not INCOMPLETE_EVENT.search(read.stderr):
+                read.check_returncode()
+            changes.append(read.stdout)
+        return "".join(changes)
 
     def _tool(self, name: str) -> str:
         if self.unpacked is not None:
