@@ -588,9 +588,11 @@ def threads(has_failed):
                 raise error
 
     def start(function):
-        started.append(Thread(function))
-        started[-1].start()
-        return started[-1]
+        # The thread may start another one at once.
+        thread = Thread(function)
+        started.append(thread)
+        thread.start()
+        return thread
 
     yield start
     errors = []
