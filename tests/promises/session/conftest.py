@@ -24,11 +24,12 @@ def sessions_closed(settings):
 @pytest.fixture
 def observer(transactional_db):
     """Another backend on the same server, whose session began before the test."""
-    backend = SessionBackend("observer", linger=8)
+    backend = SessionBackend("observer", linger=60)
     backend.waiting("stock:7")
     yield backend
     # PostgreSQL waits 5 s for the last sessions before it drops a database.
-    backend.linger = 0
+    for session in backend.sessions.all():
+        backend.sessions.close_if_idle(session, 0.0)
 
 
 @pytest.fixture

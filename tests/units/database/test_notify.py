@@ -126,7 +126,9 @@ def test_a_removed_alias_has_no_socket(settings, until):
 
     def listen():
         backend = backends["default"]
-        backend.notifier(waiters_of(backend)._name)
+        # As the waiting thread does. psycopg's connection refers to an open one, and
+        # may itself live on in an idle thread of dlocks.
+        backend.notifier(waiters_of(backend)._name).close()
         backend.close()
         return backend.notifications._socket.channel
 
