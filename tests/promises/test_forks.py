@@ -1,5 +1,6 @@
 """A process never uses a connection that another process opened."""
 
+import gc
 import json
 import os
 import queue
@@ -188,6 +189,8 @@ def wait_in_threads(pipe):
         connection.close()
 
     def child():
+        # A wrapper of Django is part of a reference cycle.
+        gc.collect()
         with db_lock("child", timeout=5):
             return db_lock("parent", timeout=0.3).try_acquire()
 
