@@ -184,12 +184,12 @@ class EngineQueue:
                 entry, unused = found
                 session = unused or self._sessions.new()
                 self._sessions.for_waiters.add(session)
-                session.wait_over = Latch()
+                over = session.wait_over = Latch()
                 self._claims.assign(entry, session)
                 self._claims.maintain_from()
-            self._wait(entry, session)
+            self._wait(entry, session, over)
 
-    def _wait(self, entry: Entry, session: Session) -> None:
+    def _wait(self, entry: Entry, session: Session, over: Latch) -> None:
         try:
             comment = self._comment_of(entry)
             entry.interrupted = self._sessions.send("wait", entry, session, comment)
@@ -200,7 +200,8 @@ class EngineQueue:
             self._sessions.close(session, error)
             logger.warning("A waiter for a lock has no session: %s", error)
         finally:
-            session.wait_over.set()
+            # The session may carry the next wait by now.
+            over.set()
         if entry.token is not None:
             if clock.now() - session.stood_at < QUICK_WAIT:
                 self._claims.contended.discard(entry.claim.key)

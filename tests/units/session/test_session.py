@@ -467,6 +467,44 @@ def test_a_cancellation_does_not_hit_the_next_waiter(
     assert backend.claims.entries[next_one.owner].session is session
 
 
+@SERVERS
+def test_a_waiter_leaves_at_once_although_the_last_one_was_woken_late(
+    monkeypatch, backend, in_other_thread, in_queue, until, threads
+):
+    """Its session may be that of a grant that was polled, used and released before."""
+    monkeypatch.setattr(backend.queue, "places", 1)
+    holder = in_other_thread(lock().acquire)
+    in_other_thread(lock("another").acquire)
+    first, next_one = claim(), claim("another")
+    goes_on, has_gone_on = threading.Event(), threading.Event()
+    send = backend.sessions.send
+
+    def pause_after(statement, entry, *args):
+        answer = send(statement, entry, *args)
+        if entry.claim.owner == first.owner:
+            assert goes_on.wait(30)
+        return answer
+
+    monkeypatch.setattr(backend.sessions, "send", pause_after)
+    monkeypatch.setattr(
+        backend.queue.notifier, "on_grant", lambda *_: has_gone_on.set()
+    )
+    backend.enqueue(first)
+    in_queue(1)
+    session = backend.claims.entries[first.owner].session
+    holder.release()
+    until(lambda: backend.poll([first])[first.owner].grant)
+    assert backend.release(first)
+    backend.enqueue(next_one)
+    until(lambda: backend.claims.entries[next_one.owner].session is session)
+    in_queue(1, "another")
+    goes_on.set()
+    assert has_gone_on.wait(30)
+    leaving = threads(lambda: backend.release(next_one))
+    leaving.join(10)
+    assert leaving.results == [False]
+
+
 # Sessions that end while others use them.
 
 
