@@ -376,7 +376,7 @@ class SessionBackend(Backend):
             self.queue.release(entry)
         except LockBackendError as error:
             if session is not None and entry.expired:
-                self.sessions.close(session, error)
+                self.sessions.close(session, error, of=entry)
 
     # Forks.
 

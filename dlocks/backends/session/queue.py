@@ -114,9 +114,7 @@ class EngineQueue:
             if self._cancellations(session, over) <= entry.interrupted:
                 self._sessions.release(entry)
                 return
-        # The maintenance thread may have released it, for the next waiter.
-        if entry.session is session:
-            self._sessions.close(session)
+        self._sessions.close(session, of=entry)
 
     def _cancellations(self, session: Session, over: Latch) -> float:
         """Cancel a wait until it is over, and return how often this was requested.
@@ -197,7 +195,7 @@ class EngineQueue:
             self._sessions.close(session, error)
         except Exception as error:  # noqa: BLE001 (the key is polled meanwhile)
             self._refused_at = clock.now()
-            self._sessions.close(session, error)
+            self._sessions.close(session, error, of=entry)
             logger.warning("A waiter for a lock has no session: %s", error)
         finally:
             # The session may carry the next wait by now.

@@ -293,9 +293,21 @@ class Sessions:
 
     # The end of a session.
 
-    def close(self, session: Session, error: BaseException | None = None) -> None:
-        """End a session. Its holds are lost, and its waiters need another one."""
+    def close(
+        self,
+        session: Session,
+        error: BaseException | None = None,
+        *,
+        of: Entry | None = None,
+    ) -> None:
+        """End a session. Its holds are lost, and its waiters need another one.
+
+        With ``of``, do so only if this claim still has the session. Another thread may
+        have released it, and the session may carry other claims since.
+        """
         with self._claims.mutex:
+            if of is not None and of.session is not session:
+                return
             self._drop(session)
             entries = [entry for at in session.at.values() for entry in at]
             for entry in entries:

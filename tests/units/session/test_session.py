@@ -505,6 +505,41 @@ def test_a_waiter_leaves_at_once_although_the_last_one_was_woken_late(
     assert leaving.results == [False]
 
 
+@SERVERS
+def test_a_cancellation_ends_no_session_of_the_next_waiter(
+    monkeypatch, backend, in_other_thread, in_queue, until
+):
+    """The maintenance thread may be first to release a claim, and its session."""
+    monkeypatch.setattr(backend.queue, "places", 1)
+    in_other_thread(lock().acquire)
+    late, next_one = claim(), claim("another")
+    backend.enqueue(late)
+    in_queue(1)
+    entry = backend.claims.entries[late.owner]
+    session, close = entry.session, backend.sessions.close
+    cancellations, requested = backend.queue._cancellations, []
+
+    def one_more(*wait):
+        # The server reacts late, so that a cancellation may still be on its way.
+        number = cancellations(*wait)
+        requested.append(number)
+        return number + (len(requested) == 1)
+
+    def close_late(*args, **options):
+        monkeypatch.undo()
+        backend._end(entry)
+        backend.enqueue(next_one)
+        until(lambda: backend.poll([next_one])[next_one.owner].grant)
+        close(*args, **options)
+
+    monkeypatch.setattr(backend.queue, "_cancellations", one_more)
+    monkeypatch.setattr(backend.sessions, "close", close_late)
+    assert not backend.release(late)
+    assert backend.claims.entries[next_one.owner].session is session
+    assert next_one.owner in backend.renew([next_one])
+    assert backend.release(next_one)
+
+
 # Sessions that end while others use them.
 
 
