@@ -194,7 +194,7 @@ class Nodes:
             if not isinstance(answer, NoNodeError):
                 data, stat = answer
                 known: dict[str, Any] = {}
-                with suppress(ValueError):
+                with suppress(TypeError, ValueError):
                     known = dict(json.loads(data))
                 yield ticket, known, stat
 

@@ -405,6 +405,24 @@ def test_a_key_can_be_read_in_its_node_until_it_is_unused(person, root):
         pass
 
 
+@pytest.mark.usefixtures("process")
+@pytest.mark.parametrize("data", [b"4711", b"null", b"[1]", b"", b"host-1", b"\xff"])
+def test_a_key_whose_node_was_overwritten_can_be_cleared(data, backend, person, root):
+    """Another program may have written into the nodes, which then name no holder."""
+    mine, waiting = claim(), claim()
+    assert backend.acquire(mine)
+    backend.enqueue(waiting)
+    for node in person.get_children(f"{root}/key"):
+        person.set(f"{root}/key/{node}", data)
+    holder = lock().holder()
+    assert (holder.holder, holder.owner_ip) == ("", None)
+    assert "\nkey " in run("list_locks", "--waiting", using="zookeeper")
+    cleared = run("clear_lock", "key", "--yes", "--reason", "tests", using="zookeeper")
+    assert "was cleared" in cleared
+    assert not backend.renew([mine])
+    assert backend.release(waiting)
+
+
 def test_the_reaper_deletes_the_nodes_of_unused_keys(
     server, zookeeper_at, person, root
 ):
