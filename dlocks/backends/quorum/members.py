@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -14,7 +13,7 @@ from dlocks.backends.base import Backend
 from dlocks.runtime.pools import use_private_connections
 from dlocks.runtime.process import each_in_child
 from dlocks.runtime.requests import request
-from dlocks.runtime.threads import new_mutex
+from dlocks.runtime.threads import BackgroundThread, new_mutex
 
 # The largest number of threads that send requests to one member. A member that does not
 # reply blocks that many requests.
@@ -48,28 +47,26 @@ class Member:
     def _reset(self) -> None:
         self._mutex = new_mutex()
         self._jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
-        # The jobs that are queued or in progress, and the threads.
-        self._open = self._threads = 0
+        # The number of jobs that are queued or in progress.
+        self._open = 0
+        name = f"dlocks-quorum-{self.alias}"
+        self._threads = [BackgroundThread(name, self._loop) for _ in range(THREADS)]
 
     def ask(self, question: Callable[[Member], Any]) -> Future[Any]:
         future: Future[Any] = Future()
         job = future, partial(question, self)
         with self._mutex:
-            if self._open > self._threads + QUESTIONS:
+            running = sum(thread.is_running for thread in self._threads)
+            if self._open > running + QUESTIONS:
                 with suppress(Empty):
                     self._jobs.get_nowait()
                     self._open -= 1
             # No thread can start any more when Python is about to exit.
             with suppress(RuntimeError):
-                if self._open >= self._threads and self._threads < THREADS:
-                    threading.Thread(
-                        target=self._loop,
-                        name=f"dlocks-quorum-{self.alias}",
-                        daemon=True,
-                    ).start()
-                    self._threads += 1
+                if self._open >= running:
+                    running += any(thread.start() for thread in self._threads)
             self._open += 1
-            is_served = self._threads > 0
+            is_served = running > 0
             if is_served:
                 self._jobs.put(job)
         if not is_served:
@@ -92,7 +89,8 @@ class Member:
                 return self._jobs.get(timeout=IDLE_CLOSE_AFTER)
             with self._mutex:
                 if self._jobs.empty():
-                    self._threads -= 1
+                    for thread in list(one for one in self._threads if one.is_current):
+                        thread.end()
                     return None
 
     def _do(self, future: Future[Any], work: Callable[[], Any]) -> None:

@@ -317,6 +317,40 @@ def test_a_quorum_works_when_no_thread_can_start(monkeypatch):
     assert not any(member.holder("key") for member in members)
 
 
+class Noting(MemoryBackend):
+    """A backend that notes the threads which send its requests."""
+
+    def __init__(self, alias):
+        super().__init__(alias)
+        self.threads = []
+
+    def acquire(self, claim):
+        self.threads.append(threading.current_thread())
+        return super().acquire(claim)
+
+
+def test_an_interrupted_start_of_a_thread_leaves_no_request_to_callers(
+    monkeypatch, until
+):
+    """In the thread of a caller, a member could use the caller's transaction."""
+    members = [Noting(name) for name in "abc"]
+    backend, start, started = quorum_of(members), threading.Thread.start, []
+
+    def strike(thread):
+        start(thread)
+        started.append(thread)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(threading.Thread, "start", strike)
+        backend.acquire(claim("another"))
+    until(lambda: not any(thread.is_alive() for thread in started))
+    mine = claim()
+    assert backend.acquire(mine)
+    assert backend.release(mine)
+    assert all(threading.current_thread() not in member.threads for member in members)
+
+
 class Ahead(MemoryBackend):
     """A backend whose clock is an hour ahead of that of the others."""
 
