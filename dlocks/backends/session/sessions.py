@@ -280,9 +280,11 @@ class Sessions:
             return
         with self._claims.mutex:
             ttls = [one.claim.ttl for at in session.at.values() for one in at]
+        if session.idle <= (needed := max([usual, *ttls]) + grace):
+            return
         # What the caller has done is done, whether this succeeds or not.
         with suppress(LockBackendError):
-            session.set_idle(max([usual, *ttls]) + grace)
+            session.set_idle(needed)
 
     def _free(self, entry: Entry, session: Session) -> bool:
         """Release the lock of a claim, and return whether the session had it."""

@@ -416,6 +416,26 @@ def test_a_timeout_does_not_cancel_an_unrelated_statement(
 
 
 @SERVERS
+def test_a_hold_with_a_long_ttl_makes_no_other_release_slower(monkeypatch, backend):
+    """The session keeps its idle timeout, so the server needs no statement for it."""
+    long, mine = claim("another", ttl=300.0), claim()
+    assert backend.acquire(long)
+    session, sent = backend.sessions.main, []
+    ask = session.ask
+
+    def note(statement, *args):
+        sent.append(statement)
+        return ask(statement, *args)
+
+    monkeypatch.setattr(session, "ask", note)
+    assert backend.acquire(mine)
+    assert backend.release(mine)
+    assert sent == ["try", "free"]
+    assert backend.release(long)
+    assert sent[2:] == ["free", "idle"]
+
+
+@SERVERS
 def test_a_cancelled_setting_is_not_taken_for_granted(monkeypatch, backend):
     """The server would end the session of a paused process before its lease ends."""
     assert backend.acquire(claim("another"))
