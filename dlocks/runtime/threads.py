@@ -50,7 +50,7 @@ class BackgroundThread:
     Its owner calls these methods with a mutex held.
     """
 
-    def __init__(self, name: str, target: Callable[[], None]) -> None:
+    def __init__(self, name: str, target: Callable[[], object]) -> None:
         self._name = name
         self._target = target
         self.thread: threading.Thread | None = None

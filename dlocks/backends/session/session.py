@@ -19,7 +19,7 @@ from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
 from dlocks.runtime.pools import unpooled
 from dlocks.runtime.requests import request
-from dlocks.runtime.threads import Latch
+from dlocks.runtime.threads import BackgroundThread, Latch
 
 # Bounds in seconds for a statement that waits, on PostgreSQL. After it, a waiter queues
 # again behind the others. The bound grows by an eighth of the wait. Waiters that came
@@ -51,22 +51,19 @@ def side_by_side(steps: Iterable[Callable[[], object]]) -> None:
     """
     threads = []
     for step in steps:
-        thread = threading.Thread(
-            # A finalizer that strikes in it is refused.
-            target=partial(request, step),
-            name="dlocks-session",
-            daemon=True,
-        )
+        # A finalizer that strikes in it is refused.
+        thread = BackgroundThread("dlocks-session", partial(request, step))
         try:
             thread.start()
         except RuntimeError:
             # Python is about to exit, and no thread can start any more.
             step()
         else:
-            threads.append(thread)
+            threads.append(thread.thread)
     until = clock.real_now() + REPLY_TIMEOUT
-    for thread in threads:
-        thread.join(max(0.0, until - clock.real_now()))
+    for started in threads:
+        if started is not None:
+            started.join(max(0.0, until - clock.real_now()))
 
 
 class Session:

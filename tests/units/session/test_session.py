@@ -616,6 +616,30 @@ def test_an_unreachable_server_is_reported_when_a_thread_is_about_to_wait(
 # The threads of the backend.
 
 
+@POSTGRESQL
+def test_an_interrupt_while_a_renewal_starts_its_thread_is_passed_on(
+    monkeypatch, backend
+):
+    """A condition of ``threading`` then raises another error in its place."""
+    start = threading.Thread.start
+
+    def interrupted(thread):
+        start(thread)
+        if thread.name == "dlocks-session":
+            try:
+                raise KeyboardInterrupt
+            except KeyboardInterrupt:
+                # The interrupt struck before its condition was locked again.
+                threading.Lock().release()
+
+    hold = lock().acquire()
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(threading.Thread, "start", interrupted)
+        hold.renew()
+    hold.check()
+    hold.release()
+
+
 @SERVERS
 @pytest.mark.parametrize("name", ["dlocks-session-waiter", "dlocks-sessions"])
 def test_a_finalizer_in_a_thread_of_the_backend_is_refused(
