@@ -29,9 +29,9 @@ class TransactionMarker:
         self,
         connection: BaseDatabaseWrapper,
         savepoints: set[str],
-        block: Any,
+        block: Any = None,
         *,
-        first: bool,
+        first: bool = False,
     ) -> None:
         # Weak, because model instances keep their marker.
         self._reference = weakref.ref(connection)
@@ -90,7 +90,12 @@ class TransactionMarker:
         """
         if why_end_is_unknown(connection) is not None or in_testcase(connection):
             return None
-        return cls._at(connection, _savepoints_of(connection), first=True)
+        savepoints = _savepoints_of(connection)
+        # A transaction may have a callback for each of its rows.
+        for found, marker, *_ in connection.run_on_commit[:1]:
+            if isinstance(marker, cls) and marker._first and found == savepoints:
+                return marker
+        return cls(connection, savepoints, first=True)
 
     @staticmethod
     def _block_of_test(connection: BaseDatabaseWrapper) -> Any:
@@ -106,19 +111,17 @@ class TransactionMarker:
         connection: BaseDatabaseWrapper,
         savepoints: set[str],
         block: Any = None,
-        *,
-        first: bool = False,
     ) -> Self:
         """Return the marker that is there already, or a new one."""
         for found, marker, *_ in reversed(connection.run_on_commit):
             if (
                 isinstance(marker, cls)
-                and marker._first is first
+                and not marker._first
                 and found == savepoints
                 and marker._block is block
             ):
                 return marker
-        return cls(connection, savepoints, block, first=first)
+        return cls(connection, savepoints, block)
 
     def keep(self, key: Any, whole: TransactionMarker) -> None:
         """Record a key whose row is locked from this point of the whole transaction on.

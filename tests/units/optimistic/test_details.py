@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import sys
 import time
 
 import pytest
 from django import forms
-from django.db import OperationalError
+from django.db import OperationalError, transaction
 
+import dlocks.transactions
 from dlocks import StaleVersion
 from dlocks.optimistic import retry as retry_module
 from dlocks.optimistic import retry_on_conflict
@@ -19,6 +21,7 @@ from tests.models import Article
 from tests.promises.test_forks import in_child
 
 pytestmark = [pytest.mark.front, pytest.mark.django_db]
+transactions = dlocks.transactions.__file__
 
 
 def stale():
@@ -97,3 +100,31 @@ def test_a_copy_with_a_state_of_its_own_starts_with_a_new_version(adding):
     assert clone.version > article.version
     article.save()
     clone.save()
+
+
+@pytest.mark.django_db(transaction=True)
+def test_an_insert_does_not_look_through_the_callbacks_of_its_transaction():
+    """Many transactions register a callback for each row that they insert."""
+
+    def lines_of_insert():
+        lines = 0
+
+        def count(frame, event, _):
+            nonlocal lines
+            lines += event == "line" and frame.f_code.co_filename == transactions
+            return count
+
+        before = sys.gettrace()
+        sys.settrace(count)
+        try:
+            Article.objects.create(title="one")
+        finally:
+            sys.settrace(before)
+        return lines
+
+    with transaction.atomic():
+        Article.objects.create(title="first")
+        few = lines_of_insert()
+        for _ in range(100):
+            transaction.on_commit(int)
+        assert lines_of_insert() == few > 0
