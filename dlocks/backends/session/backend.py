@@ -176,7 +176,8 @@ class SessionBackend(Backend):
                 # That of a silent session counts as not renewed. For a lost one, the
                 # keeper would ask who has the key, and wait for the answer.
                 is_over = entry.ends_at <= sent and not session.is_asking
-                if entry.gone or entry.expired or is_over:
+                # A key that was released meanwhile must not rest for longer.
+                if entry.gone or entry.resting or entry.expired or is_over:
                     continue
                 sure_for = self.claims.extend(entry, session) - sent
                 left[claim.owner] = min(max(0.0, sure_for), claim.ttl)

@@ -184,7 +184,8 @@ class ZooKeeperBackend(Backend):
         else:
             with self.claims.mutex:
                 for claim, entry in held:
-                    if entry.gone or entry.leaving:
+                    # A key that was released meanwhile must not rest for longer.
+                    if entry.gone or entry.leaving or entry.resting:
                         continue
                     entry.ends_at = now + claim.ttl
                     self.claims.maintain_from(entry.ends_at)
@@ -193,7 +194,7 @@ class ZooKeeperBackend(Backend):
                 entry.ends_at - now, self.ensemble.certain_until - now, claim.ttl
             )
             for claim, entry in held
-            if not (entry.gone or entry.leaving)
+            if not (entry.gone or entry.leaving or entry.resting)
         }
 
     def verify(self, claims: Sequence[Claim], count: int | None = None) -> bool:

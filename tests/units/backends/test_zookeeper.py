@@ -360,6 +360,21 @@ def test_a_key_that_rests_until_its_release_is_noticed_is_not_lost(
     assert backend.release(mine, rest_for=0.01)
 
 
+def test_a_key_rests_no_longer_because_of_a_late_renewal(backend, monkeypatch, until):
+    """The renewal was under way when the holder released the key."""
+    mine, check = claim(), backend._check
+    assert backend.acquire(mine)
+
+    def check_and_release(entries, timeout=None):
+        monkeypatch.undo()
+        check(entries, timeout)
+        assert backend.release(mine, rest_for=0.1)
+
+    monkeypatch.setattr(backend, "_check", check_and_release)
+    backend.renew([mine])
+    until(lambda: backend.acquire(claim()), seconds=5)
+
+
 @pytest.fixture
 def late(server, root):
     """A backend whose process goes on after a pause in which its lease has expired."""

@@ -218,6 +218,24 @@ def test_a_key_that_rests_until_its_release_is_noticed_is_not_lost(
     assert backend.release(mine, rest_for=0.01)
 
 
+@SERVERS
+def test_a_key_rests_no_longer_because_of_a_late_renewal(
+    backend, is_free, monkeypatch, until
+):
+    """The renewal was under way when the holder released the key."""
+    mine, ping = claim(), backend.sessions.ping
+    assert backend.acquire(mine)
+
+    def ping_and_release(session):
+        ping(session)
+        assert backend.release(mine, rest_for=0.1)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(backend.sessions, "ping", ping_and_release)
+        backend.renew([mine])
+    until(is_free, seconds=5)
+
+
 # Readers that leave or join.
 
 
