@@ -25,7 +25,7 @@ def strike_in_dlocks():
     an error, or calls a handler.
     """
     before = sys.gettrace()
-    moments = {"CALL", "CALL_KW", "CALL_FUNCTION_EX", "RESUME", "JUMP_BACKWARD"}
+    moments = {"CALL", "CALL_KW", "CALL_FUNCTION_EX", "JUMP_BACKWARD"}
 
     def strike(number, function, handler=None, within=("core",)):
         left, last, struck = [number], {}, []
@@ -36,15 +36,20 @@ def strike_in_dlocks():
             if not code.co_filename.startswith(folders):
                 return None
             frame.f_trace_opcodes = True
-            if event == "opcode":
+            if event == "call":
+                # RESUME is no opcode for a tracer. After an await it is no moment, nor
+                # is the end of a generator.
+                name, argument = code.co_code[frame.f_lasti : frame.f_lasti + 2]
+                left[0] -= dis.opname[name] == "RESUME" and argument < 2
+            elif event == "opcode":
                 done = last.get(frame)
                 last[frame] = dis.opname[code.co_code[frame.f_lasti]]
                 left[0] -= done in moments
-                if left[0] < 0 and not struck:
-                    struck.append(True)
-                    if handler is None:
-                        raise StruckExit
-                    handler()
+            if left[0] < 0 and not struck:
+                struck.append(True)
+                if handler is None:
+                    raise StruckExit
+                handler()
             return trace
 
         # Python 3.12 sends opcodes only if a frame asked for them before.

@@ -136,7 +136,14 @@ class Latch:
 
     def set(self) -> None:
         self._is_set = True
-        self._pass_on()
+        # No call lies before the release, and none in ``wait()`` between the two of the
+        # lock. An interrupt there would leave the other threads waiting. (A signal
+        # within suppress() could come before the release.)
+        try:  # noqa: SIM105
+            self._lock.release()
+        except RuntimeError:
+            # Another thread has done so.
+            pass
 
     def is_set(self) -> bool:
         return self._is_set
@@ -155,12 +162,8 @@ class Latch:
         finally:
             # Also after an interrupt, so that the next thread gets it.
             if self._is_set:
-                self._pass_on()
+                try:  # noqa: SIM105
+                    self._lock.release()
+                except RuntimeError:
+                    pass
         return self._is_set
-
-    def _pass_on(self) -> None:
-        try:  # noqa: SIM105 (a signal within suppress() could come before the release)
-            self._lock.release()
-        except RuntimeError:
-            # Another thread has done so.
-            pass

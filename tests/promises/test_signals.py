@@ -121,8 +121,9 @@ def test_an_interrupt_before_a_block_keeps_no_hold_of_another_thread(
             break
     assert number > 10
     # Only this test strikes after the last call of ``__enter__()``. Python handles no
-    # signal when a function that is written in Python returns.
-    assert [one for one in taken if one != (number - 1, False)] == []
+    # signal when a function that is written in Python returns. An error before
+    # ``__exit__()`` has done anything is the exception of docs/safety.md.
+    assert set(taken) <= {(number - 1, False), (number, True)}
 
 
 @pytest.mark.parametrize("keys", [("stock:7",), ("stock:7", "stock:8")])
