@@ -18,7 +18,7 @@ from dlocks.exceptions import LockBackendError
 from dlocks.runtime import clock
 from dlocks.runtime.keeper import keeper
 from dlocks.runtime.process import in_child
-from dlocks.runtime.requests import request
+from dlocks.runtime.requests import refuse_nested, request
 from dlocks.signals import Event, watchers
 from dlocks.transactions import in_testcase
 
@@ -44,7 +44,8 @@ class HistoryBuffer:
     def __init__(self, backend: DatabaseBackend) -> None:
         self.backend = backend
         self._records: deque[EndedHold] = deque()
-        self._writing = threading.Lock()
+        # Reentrant, because a signal handler may call ``shutdown()`` during a write.
+        self._writing = threading.RLock()
         # Whether a failure or a dropped record has been logged since the last
         # successful write.
         self._failed = self._dropped = False
@@ -94,6 +95,8 @@ class HistoryBuffer:
         If the database cannot be reached, they are kept, up to a limit, and written
         later.
         """
+        # Within another request of this thread, none could be sent.
+        refuse_nested()
         with self._writing:
             while True:
                 if not self._records:

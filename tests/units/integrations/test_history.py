@@ -8,7 +8,8 @@ from django.db.utils import DataError, OperationalError
 from django.test import TestCase
 from django.test.utils import CaptureQueriesContext
 
-from dlocks import LockBackendError, db_lock
+from dlocks import LockBackendError, db_lock, shutdown
+from dlocks.testing import undo_shutdown
 from tests import rows
 from tests.for_each import for_each
 from tests.internals import (
@@ -17,6 +18,7 @@ from tests.internals import (
     backends,
     history,
     keeper,
+    requests,
 )
 from tests.written import nothing_is_left, records
 
@@ -100,6 +102,43 @@ def test_records_wait_for_a_database_that_is_down(monkeypatch, caplog):
     with db_lock("b", using="recorded"):
         pass
     assert [record.key_resource for record in records()] == ["stock:7"] * 3 + ["b"]
+
+
+def test_a_shutdown_within_a_shutdown_loses_no_record(monkeypatch, threads):
+    """A signal handler may call it during a write, as at a second SIGTERM."""
+    monkeypatch.setattr(history, "WRITE_EVERY", 3600)
+    remember, handled = HistoryTable.remember, []
+
+    def interrupted(*arguments):
+        if not handled:
+            handled.append(True)
+            shutdown()
+        return remember(*arguments)
+
+    def work():
+        shutdown()
+        connections.close_all()
+
+    monkeypatch.setattr(HistoryTable, "remember", interrupted)
+    for key in ("a", "b"):
+        with db_lock(key, using="recorded"):
+            pass
+    thread = threads(work)
+    thread.join(10)
+    undo_shutdown()
+    assert not thread.is_alive()
+    assert [record.key_resource for record in records()] == ["a", "b"]
+
+
+def test_a_shutdown_within_a_request_loses_no_record(monkeypatch):
+    """Nothing can be sent there. The records stay for a later write."""
+    monkeypatch.setattr(history, "WRITE_EVERY", 3600)
+    with db_lock("a", using="recorded"):
+        pass
+    requests.request(shutdown)
+    undo_shutdown()
+    history.flush()
+    assert len(records()) == 1
 
 
 def test_the_number_of_waiting_records_is_limited(monkeypatch, caplog):
