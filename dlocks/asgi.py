@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 from dlocks.core.callers import holds_any
 from dlocks.runtime import clock
 from dlocks.runtime.coroutines import acquiring
-from dlocks.runtime.keeper import keeper, shutdown
+from dlocks.runtime.keeper import shutdown
+from dlocks.runtime.pools import call_privately
 from dlocks.runtime.waits import waits
 
 Message = MutableMapping[str, Any]
@@ -57,8 +57,8 @@ def release_at_shutdown(application: Application) -> Application:
         # The threads of the loop may all be busy.
         executor = ThreadPoolExecutor(1)
         # The server limits the time of a shutdown.
-        leave = partial(keeper.run, shutdown, timeout=None)
-        await asyncio.wrap_future(executor.submit(leave))
+        leave = executor.submit(call_privately, shutdown)
+        await asyncio.wrap_future(leave)
         await send({"type": "lifespan.shutdown.complete"})
 
     return with_lifespan

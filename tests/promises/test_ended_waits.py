@@ -264,3 +264,27 @@ def test_the_shutdown_of_an_asgi_server_ends_the_waits_of_threads(threads, pause
         with pytest.raises(LockShutDown):
             lock.acquire()
         asyncio.run(serve(int, timed_out))
+
+
+@pytest.mark.front
+def test_a_loss_is_reported_before_an_asgi_server_has_shut_down(paused):
+    """The server may end its process at once, and with it all daemon threads."""
+    told, reported = threading.Event(), []
+    messages = [{"type": f"lifespan.{name}"} for name in ("startup", "shutdown")]
+
+    def work():
+        with db_lock("report", on_lost=lambda hold: reported.append(told.wait(0.5))):
+            yield
+
+    async def receive():
+        return messages.pop(0)
+
+    async def send(message):
+        if message["type"] == "lifespan.shutdown.complete":
+            told.set()
+
+    end = paused(work)
+    asyncio.run(release_at_shutdown(None)({"type": "lifespan"}, receive, send))
+    with pytest.raises(LockLost):
+        end()
+    assert reported == [False]
