@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import warnings
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from dlocks.core import callers, explain
@@ -119,19 +117,18 @@ class Watch:
                 str(hold.lost_error()), ResourceWarning, *self.acquired_at
             )
 
-    def end_at_exit(self, hold: Any) -> Callable[[], None] | None:
+    def end_at_exit(self, hold: Any) -> None:
         """Release the key at the end of the process, even while it is in use.
 
-        Return a function to call when all keys are released.
+        ``report_exit()`` is called when all keys are released.
         """
         try:
-            effect = hold.life.exit(explain.EXITED)
-            if not effect & Effect.RELEASE:
-                return None
+            if not hold.life.exit(explain.EXITED) & Effect.RELEASE:
+                return
             if hold.life.state.reason is Reason.RELEASED:
                 # Only open transactions kept it.
                 hold.perform_quietly(Effect.RELEASE)
-                return None
+                return
             keeper.remove(hold)
             # A caller may acquire the key again, in another exit handler.
             hold.forget_entries()
@@ -141,20 +138,23 @@ class Watch:
                 # Interrupted, and nothing else would send the release.
                 hold.release_again()
             raise
-        return (
-            hold.report_loss
-            if effect & Effect.REPORT
-            else partial(_report_unreleased, hold)
+
+    def report_exit(self, hold: Any) -> None:
+        """Report the end of a hold at the end of the process, unless it was reported.
+
+        That of an open block is a loss.
+        """
+        state = hold.life.state
+        if state.reason is not Reason.EXIT or hold.face is None:
+            return
+        if state.blocks:
+            hold.report_loss()
+            return
+        logger.warning(
+            "%r was never released by %s, whose process is about to end. It is released"
+            " now, after %s.",
+            hold.lock.key,
+            shown_holder(hold.claim.holder),
+            duration(hold.lease.age),
         )
-
-
-def _report_unreleased(hold: Any) -> None:
-    """Log that a hold without an open block was released at the end."""
-    logger.warning(
-        "%r was never released by %s, whose process is about to end. It is released"
-        " now, after %s.",
-        hold.lock.key,
-        shown_holder(hold.claim.holder),
-        duration(hold.lease.age),
-    )
-    hold.send_ended("released")
+        hold.send_ended("released")

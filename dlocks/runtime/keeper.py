@@ -16,6 +16,7 @@ import weakref
 from asyncio import _get_running_loop
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -256,18 +257,19 @@ class Keeper:
             self.run(self._end_all, timeout=None)
 
     def _end_all(self) -> None:
-        holds = self.holds
+        holds = [
+            hold for hold in self.holds if not (self.is_exiting and _is_at_work(hold))
+        ]
         # No other thread can start any more, and a pool may be exhausted.
         leave_pools()
-        reports = [
-            self._at_exit(partial(hold.watch.end_at_exit, hold))
-            for hold in holds
-            if not (self.is_exiting and _is_at_work(hold))
-        ]
-        # Receivers of signals are user code. They must not delay the other releases.
-        for report in reports:
-            if report is not None:
-                self._at_exit(report)
+        with ExitStack() as reports:
+            # Receivers of signals are user code. They must not delay the other
+            # releases, and no interrupt hides a loss that nothing else would report.
+            for hold in holds:
+                report = partial(hold.watch.report_exit, hold)
+                reports.callback(self._at_exit, report)
+            for hold in holds:
+                self._at_exit(partial(hold.watch.end_at_exit, hold))
         for function in list(self._workers.deferred):
             self._at_exit(function)
 

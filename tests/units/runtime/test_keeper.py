@@ -9,7 +9,8 @@ from functools import partial
 import pytest
 from django.db import connections
 
-from dlocks import LockLost, db_lock
+from dlocks import LockLost, db_lock, shutdown
+from dlocks.testing import undo_shutdown
 from tests.internals import Keeper, backends, keeper
 
 pytest_plugins = ["tests.moments", "tests.promises.stops"]
@@ -334,3 +335,35 @@ def test_a_function_that_a_finalizer_posts_at_any_moment_is_called(
             break
         until(lambda done=done: done)
     assert number > 10
+
+
+@pytest.mark.parametrize("struck", ["release", "on_lost"])
+def test_an_interrupted_shutdown_hides_no_loss(struck, monkeypatch):
+    """A signal handler raises during the first release, or the first report."""
+    backend, raised, reported = backends["memory"], [], []
+    release = backend.release
+
+    def interrupt(step):
+        if step == struck and not raised:
+            raised.append(True)
+            raise KeyboardInterrupt
+
+    def interrupted(claim, **options):
+        interrupt("release")
+        return release(claim, **options)
+
+    def on_lost(hold):
+        reported.append(hold.key)
+        interrupt("on_lost")
+
+    monkeypatch.setattr(backend, "release", interrupted)
+    options = {"using": "memory", "on_lost": on_lost}
+    with pytest.raises(LockLost), db_lock("a", **options):
+        with pytest.raises(LockLost), db_lock("b", **options) as hold:
+            with pytest.raises(KeyboardInterrupt):
+                shutdown()
+            # The interrupted call may have left one of them.
+            shutdown()
+            hold.check()
+    undo_shutdown()
+    assert sorted(reported) == ["a", "b"]
