@@ -305,7 +305,7 @@ class Waiters:
         with self._mutex:
             queued = self._queued()
             due = []
-            if any(one.poll_at <= sent for one in queued):
+            if min([one.poll_at for one in queued], default=clock.FOREVER) <= sent:
                 # Include those that are due soon. They came one by one, and would
                 # always be polled one by one.
                 due = list(

@@ -150,7 +150,7 @@ class EngineQueue:
             if self._next() is not None:
                 # Threads that are busy look for the next waiter by themselves.
                 with suppress(PythonIsExitingError):
-                    any(thread.start() for thread in self._threads)
+                    any(map(BackgroundThread.start, self._threads))
 
     def _next(self) -> tuple[Entry, Session | None] | None:
         """Return the next waiter, and an unused session if there is one.

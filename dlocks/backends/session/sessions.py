@@ -216,7 +216,7 @@ class Sessions:
                 if entry.leaving or entry.session is not session:
                     return False
                 at = session.at.get(entry.name, ())
-                is_beside = any(one.claim.owner == claim.beside for one in at)
+                is_beside = claim.beside in [one.claim.owner for one in at]
             waited = max(0.0, time.time() - entry.since)
             session.slice = min(SHORTEST_SLICE + waited / 8, LONGEST_SLICE)
             is_shared = self._claims.is_shared(entry, session)

@@ -84,7 +84,7 @@ class Command(BaseCommand):
                 for message in failed
             ]
             # Otherwise the lock would only report the same again.
-            if not any(message.id in BROKEN for message in failed):
+            if BROKEN.isdisjoint([message.id for message in failed]):
                 figures |= _lock_once(alias)
                 if isinstance(backend, DatabaseBackend):
                     figures |= _figures(backend)
