@@ -31,7 +31,7 @@ NAMES = {
     "queue": "dlocks.backends.database.queue",
     "Session": "dlocks.backends.database.session:Session",
     "RowLockedError": "dlocks.backends.database.session:RowLockedError",
-    "writer_limits": "dlocks.backends.database.limits:writer_limits",
+    "call_as_writer": "dlocks.backends.database.limits:call_as_writer",
     "HistoryTable": "dlocks.backends.database.history:HistoryTable",
     "sql": "dlocks.sql",
     "TICKS": "dlocks.sql.clock:TICKS",

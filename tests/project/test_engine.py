@@ -18,9 +18,11 @@ TABLE = Path(database.__path__[0]).parent / "table.py"
 # An interface of models that Django documents in spite of its name.
 DOCUMENTED = {"_meta"}
 # The functions that may write attributes of a connection: the restoration after an
-# interrupt, and the two of psycopg that let it prepare what asks for it.
+# interrupt, the wrapper that an interrupt must not leave behind, and the two of psycopg
+# that let it prepare what asks for it.
 WRITERS = {
     "abandon": None,
+    "_call_qualified": {"execute_wrappers"},
     "_can_prepare": {"prepare_threshold"},
     "_django_cursor": {"cursor_factory"},
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from dlocks.backends.database.state import models
@@ -67,10 +68,9 @@ class HistoryTable:
         ]
 
         def insert() -> None:
-            with self.session.transaction():
-                self.records.bulk_create(records, ignore_conflicts=True)
+            self.records.bulk_create(records, ignore_conflicts=True)
 
-        self.session.unlocked(insert)
+        self.session.unlocked(self.session.transaction, insert)
 
     def delete_older_than(
         self, older_than: float, *, dry_run: bool = False
@@ -88,8 +88,7 @@ class HistoryTable:
         oldest = old.order_by("end_time").values_list("pk", flat=True)
 
         def delete(ids: Sequence[int]) -> int:
-            with self.session.transaction():
-                return int(self.records.filter(pk__in=ids).delete()[0])
+            return int(self.records.filter(pk__in=ids).delete()[0])
 
         found: list[int]
         before: list[int] = []
@@ -100,5 +99,6 @@ class HistoryTable:
                     " exist, but this session does not delete them. Check whether row"
                     " security or a trigger keeps them."
                 )
-            yield self.session.unlocked(delete, found)
+            step = partial(delete, found)
+            yield self.session.unlocked(self.session.transaction, step)
             before = found

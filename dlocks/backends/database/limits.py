@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from dlocks.runtime.process import in_child
+
+T = TypeVar("T")
 
 # Milliseconds for which SQLite waits for its single writer within one attempt. This is
 # enough for a short write of another process.
@@ -29,11 +30,15 @@ _turns: defaultdict[str, threading.RLock] = defaultdict(threading.RLock)
 in_child(_turns.clear)
 
 
-@contextmanager
-def writer_limits(
-    connection: BaseDatabaseWrapper, *, flush: bool = True
-) -> Iterator[None]:
-    """Limit how long SQLite waits for its single writer, and its flushes."""
+def call_as_writer(
+    connection: BaseDatabaseWrapper, work: Callable[[], T], *, flush: bool = True
+) -> T:
+    """Call ``work``, and limit how long SQLite waits for its single writer.
+
+    Its flushes are limited too. This is no context manager. An interrupt at the edge of
+    its block would leave the turn and the settings to the garbage collector, which may
+    run much later and in another thread.
+    """
     turn, is_refused = _turns[connection.alias], False
     try:
         is_refused = not turn.acquire(timeout=WRITER_WAIT / 1000)
@@ -41,7 +46,7 @@ def writer_limits(
             raise connection.Database.OperationalError(  # type: ignore[attr-defined]
                 "The database is locked by another thread of this process."
             )
-        yield from _limited(connection, flush)
+        return _call_limited(connection, work, flush)
     finally:
         if not is_refused:
             try:  # noqa: SIM105 (a signal within suppress() could come before the release)
@@ -51,7 +56,9 @@ def writer_limits(
                 pass
 
 
-def _limited(connection: BaseDatabaseWrapper, flush: bool) -> Iterator[None]:
+def _call_limited(
+    connection: BaseDatabaseWrapper, work: Callable[[], T], flush: bool
+) -> T:
     raw: Any = connection.connection
     unless = connection.Database.Error  # type: ignore[attr-defined]
     # These statements restore the settings. An empty one does nothing.
@@ -78,9 +85,7 @@ def _limited(connection: BaseDatabaseWrapper, flush: bool) -> Iterator[None]:
     try:
         for one in limits:
             raw.execute(one)
-        # This is a generator instead of a class. A signal at the beginning of
-        # __exit__() would leave the setting changed.
-        yield
+        return work()
     finally:
         try:
             # A signal may arrive after the first statement, but not before one. In a

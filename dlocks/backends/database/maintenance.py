@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from django.db.models import Exists, OuterRef, Q
@@ -176,17 +177,16 @@ class Maintenance:
 
     def _purge(self, unused: Any, keys: Sequence[str]) -> int:
         def work() -> int:
-            with self.session.transaction():
-                rows = unused.filter(pk__in=keys).order_by("pk")
-                rows = rows.annotate(**self.store.limits())
-                rows = rows.select_for_update(skip_locked=True)
-                found = [row.pk for row in rows]
-                if not found:
-                    return 0
-                return self.store.delete("{locks}", "key_resource", found)
+            rows = unused.filter(pk__in=keys).order_by("pk")
+            rows = rows.annotate(**self.store.limits())
+            rows = rows.select_for_update(skip_locked=True)
+            found = [row.pk for row in rows]
+            if not found:
+                return 0
+            return self.store.delete("{locks}", "key_resource", found)
 
         with suppress(RowLockedError):
-            return self.session.run(work)
+            return self.session.run(partial(self.session.transaction, work))
         return 0
 
     def _under_prefix(self, rows: Any) -> Iterator[list[Any]]:

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +130,8 @@ class Queue:
         """
         silent = not self.session.engine.commit_notifies
         try:
-            self.session.run(self._insert, claim, channel, position)
+            insert = partial(self.store.insert_claim, claim, channel, position)
+            self.session.run(self.session.transaction, insert)
         except IntegrityError:
             if position is not None and self.row_of(claim) is None:
                 return self._join_locked(claim, channel, None)
@@ -152,10 +154,6 @@ class Queue:
             # A lease is released by a statement that notifies.
             silent = False
         return replace(ticket or RESERVED, unnotified=silent)
-
-    def _insert(self, claim: Claim, channel: str, position: int | None) -> None:
-        with self.session.transaction():
-            self.store.insert_claim(claim, channel, position)
 
     # Leaving.
 

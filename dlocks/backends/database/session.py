@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from functools import lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import lru_cache, partial
 from typing import Any, NamedTuple, TypeVar
 
 from django.apps import apps
@@ -34,7 +34,7 @@ from dlocks.backends.database.failures import (
     is_in_statement,
     not_installed,
 )
-from dlocks.backends.database.limits import writer_limits
+from dlocks.backends.database.limits import call_as_writer
 from dlocks.backends.database.prepared import PreparedStatements
 from dlocks.exceptions import LockBackendError, LockError
 from dlocks.runtime import clock
@@ -281,27 +281,32 @@ class Session:
 
     # Transactions.
 
-    @contextmanager
-    def transaction(self) -> Iterator[None]:
-        """Open a short transaction, a step. The server ends it if this process stops.
+    def transaction(self, work: Callable[[], T]) -> T:
+        """Call ``work`` in a short transaction, a step.
 
-        In a TestCase it is a savepoint of the test's transaction.
+        The server ends it if this process stops. In a TestCase it is a savepoint of the
+        test's transaction.
+
+        This is no context manager. An interrupt at the edge of its block would leave it
+        suspended. The garbage collector would end it later, and a transaction of the
+        caller that is open by then.
         """
         inside = self.in_transaction
-        around = nullcontext() if inside else self._limited_idle()
-        within: AbstractContextManager[object] = nullcontext()
-        if self.connection.vendor == "postgresql":
-            within = self.connection.execute_wrapper(self._qualify)
         raised: BaseException | None = None
-        try:
-            with around, transaction.atomic(using=self.database), within:
+
+        def attempt() -> T:
+            nonlocal raised
+            with transaction.atomic(using=self.database):
                 try:
                     if not inside and self.connection.vendor == "postgresql":
                         self._lower_isolation()
-                    yield
+                    return self._call_qualified(work)
                 except BaseException as error:
                     raised = error
                     raise
+
+        try:
+            return attempt() if inside else self._call_limited(attempt)
         except Error:
             # The rollback may fail too. Its error must not hide an interrupt.
             if raised is None or isinstance(raised, (Error, StepError, LockError)):
@@ -324,6 +329,19 @@ class Session:
         if is_above:
             self.execute("SET TRANSACTION ISOLATION LEVEL READ COMMITTED", {})
 
+    def _call_qualified(self, work: Callable[[], T]) -> T:
+        """Call ``work``, in which the ORM names the schema of our tables."""
+        connection = self.connection
+        if connection.vendor != "postgresql":
+            return work()
+        usual = connection.execute_wrappers
+        try:
+            # An interrupt in execute_wrapper() could remove a wrapper of the caller.
+            connection.execute_wrappers = [*usual, self._qualify]
+            return work()
+        finally:
+            connection.execute_wrappers = usual
+
     def _qualify(self, execute: Any, sql: Any, *arguments: Any) -> Any:
         """Name the schema of our tables in what the ORM writes.
 
@@ -336,14 +354,12 @@ class Session:
                 sql = f"{verb}{schema}.{sql.removeprefix(verb)}"
         return execute(sql, *arguments)
 
-    @contextmanager
-    def _limited_idle(self) -> Iterator[None]:
-        """Let the server end the session if it idles for 2 s within the block."""
+    def _call_limited(self, work: Callable[[], T]) -> T:
+        """Call ``work``, and let the server end the session if it idles for 2 s."""
         connection, names = self.connection, self.engine.idle
         if not names:
             # On PostgreSQL, the statement that locks the row sets this.
-            yield
-            return
+            return work()
         limits = [
             f"@dlocks_{one} = @@SESSION.{one}, SESSION {one} = 2" for one in names
         ]
@@ -351,7 +367,7 @@ class Session:
         self.execute(f"SET {', '.join([self.engine.plain_reads, *limits])}", {})
         session = connection.connection
         try:
-            yield
+            return work()
         finally:
             if connection.connection is session:
                 try:
@@ -386,11 +402,11 @@ class Session:
         while True:
             session = connection.connection
             try:
-                limited: AbstractContextManager[None] = nullcontext()
-                if self.engine.one_writer and writes and not inside:
-                    limited = writer_limits(connection, flush=flush)
                 # The ORM closes cursors without wrapping errors.
-                with connection.wrap_database_errors, limited:
+                with connection.wrap_database_errors:
+                    if self.engine.one_writer and writes and not inside:
+                        call = partial(work, *arguments)
+                        return call_as_writer(connection, call, flush=flush)
                     return work(*arguments)
             except IntegrityError:
                 raise

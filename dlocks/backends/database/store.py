@@ -223,15 +223,15 @@ class Store:
         engine, pause, turn = self.session.engine, 0.001, 0.0
 
         def attempt() -> T:
-            with self.session.transaction():
-                if turn:
-                    self._wait_in_turn(turn_of, turn)
-                return work()
+            if turn:
+                self._wait_in_turn(turn_of, turn)
+            return work()
 
         began, failing_since = clock.real_now(), clock.FOREVER
         while True:
             try:
-                return self.session.run(attempt, flush=flush)
+                step = partial(self.session.transaction, attempt)
+                return self.session.run(step, flush=flush)
             except (AbsentError, ChangedError) as error:
                 keys = sorted(error.args[0])
                 failing_since = min(failing_since, clock.real_now())

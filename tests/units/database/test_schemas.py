@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 from django.db import connection
 from django.db.transaction import atomic
@@ -75,9 +77,8 @@ def test_a_step_names_the_schema_and_leaves_the_search_path(schema):
     with atomic():
         before = path()
         assert row.update(waiters=0) == 0
-        with backend.session.transaction():
-            assert path() == before
-            assert row.update(waiters=0) == 1
+        assert backend.session.transaction(path) == before
+        assert backend.session.transaction(partial(row.update, waiters=0)) == 1
         assert path() == before
 
 

@@ -7,6 +7,7 @@ import sqlite3
 import sys
 import threading
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -20,9 +21,9 @@ from tests.internals import (
     RowLockedError,
     Session,
     backends,
+    call_as_writer,
     keeper,
     signals,
-    writer_limits,
 )
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -127,18 +128,16 @@ def test_a_release_is_flushed_with_a_rollback_journal(tmp_path):
     raw.execute("PRAGMA journal_mode = delete")
     raw.execute("PRAGMA synchronous = FULL")
     here = SimpleNamespace(alias="it", connection=raw, Database=sqlite3)
-    with writer_limits(here, flush=False):
-        assert raw.execute("PRAGMA synchronous").fetchall() == [(2,)]
+    ask = partial(raw.execute, "PRAGMA synchronous")
+    assert call_as_writer(here, ask, flush=False).fetchall() == [(2,)]
     raw.close()
     path = tmp_path / "broken.sqlite3"
     path.write_bytes(b"no database " * 1000)
     raw = sqlite3.connect(path, isolation_level=None)
     here = SimpleNamespace(alias="it", connection=raw, Database=sqlite3)
-    with (
-        writer_limits(here, flush=False),
-        pytest.raises(sqlite3.DatabaseError, match="not a"),
-    ):
-        raw.execute("SELECT * FROM sqlite_master")
+    ask = partial(raw.execute, "SELECT * FROM sqlite_master")
+    with pytest.raises(sqlite3.DatabaseError, match="not a"):
+        call_as_writer(here, ask, flush=False)
     raw.close()
 
 
@@ -148,15 +147,16 @@ def test_the_threads_of_a_process_take_turns_to_write(in_other_thread):
 
     def write():
         connection.ensure_connection()
-        with writer_limits(connection):
-            return "written"
+        return call_as_writer(connection, lambda: "written")
 
-    connection.ensure_connection()
-    with writer_limits(connection):
+    def write_twice():
         # A signal handler may write within a write of its thread.
         assert write() == "written"
         with pytest.raises(sqlite3.OperationalError, match="is locked"):
             in_other_thread(write)
+
+    connection.ensure_connection()
+    call_as_writer(connection, write_twice)
     assert in_other_thread(write) == "written"
 
 

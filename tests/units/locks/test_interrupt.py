@@ -12,7 +12,7 @@ from django.db import connection
 from dlocks import LockTimeout, aresume_hold, db_lock
 from dlocks.testing import held_elsewhere
 from tests.for_each import for_each
-from tests.internals import backends, coroutines, writer_limits
+from tests.internals import backends, call_as_writer, coroutines
 from tests.volume import volume
 
 pytest_plugins = ["tests.alarms"]
@@ -119,8 +119,7 @@ def test_a_signal_at_any_moment_keeps_the_connection_settings(alarm):
     while interrupts < volume(1_500) and time.monotonic() < end:
         try:
             alarm.arm()
-            with writer_limits(connection, flush=False):
-                pass
+            call_as_writer(connection, lambda: None, flush=False)
             alarm.disarm()
         except alarm.TimeIsUpError:
             interrupts += 1

@@ -1,0 +1,103 @@
+"""Interrupts at the edges of the transactions in which locks change their rows."""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import functools
+import gc
+import sys
+
+import pytest
+from django.db import connection
+from django.db import transaction as of_django
+from django.db.transaction import atomic
+
+from dlocks import db_lock
+from tests.models import Counter
+from tests.strikes import StruckExit
+
+pytestmark = [
+    pytest.mark.django_db(transaction=True),
+    pytest.mark.engine("sqlite", "postgresql", "mysql"),
+]
+
+EDGES = contextlib.__file__, of_django.__file__
+# Python calls signal handlers when a call has returned, and at the start of a function.
+MOMENTS = {"CALL", "CALL_KW", "CALL_FUNCTION_EX", "RESUME"}
+
+
+@functools.cache
+def names_and_handlers(code):
+    """Return the name of the instruction at each offset, and its first handler."""
+    table = dis.Bytecode(code).exception_entries
+    names = {one.offset: one.opname for one in dis.get_instructions(code)}
+    if code.co_filename == contextlib.__file__:
+        # Its handlers are for other errors.
+        table = []
+    return names, {
+        offset: next((one.target for one in table if one.start <= offset < one.end), 0)
+        for offset in names
+    }
+
+
+def interrupted(function, number):
+    """Call a function that an interrupt strikes at a numbered moment of an edge.
+
+    Return the interrupt, or None if the function ends before that moment.
+    """
+    left, last, before = [number], {}, sys.gettrace()
+
+    def trace(frame, event, _):
+        code = frame.f_code
+        if code.co_filename not in EDGES:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            names, handlers = names_and_handlers(code)
+            done, here = last.get(frame), frame.f_lasti
+            last[frame] = here
+            # The error is raised one instruction too late. Where that has another
+            # handler, it is no such moment.
+            if names.get(done) in MOMENTS and handlers[done] == handlers[here]:
+                left[0] -= 1
+                if left[0] == -1:
+                    raise StruckExit
+        return trace
+
+    # Python 3.12 sends opcodes only if a frame asked for them before.
+    sys._getframe().f_trace_opcodes = True
+    sys.settrace(trace)
+    try:
+        function()
+    except StruckExit as error:
+        return error
+    finally:
+        sys.settrace(before)
+    return None
+
+
+def test_an_interrupt_ends_no_later_transaction(in_other_thread):
+    """The project keeps the interrupt for a while, as a framework does for its log.
+
+    Its traceback refers to all that the interrupt has left. What is left then must not
+    keep other threads from their locks. Nor may it end the transaction that happens to
+    be open when the traceback is dropped.
+    """
+
+    def use(number):
+        with db_lock(f"a {number}", f"b {number}", ttl=1, timeout=5):
+            pass
+
+    use("warm")
+    number, wrapper = 0, lambda execute, *arguments: execute(*arguments)
+    while (kept := [interrupted(functools.partial(use, number), number)])[0]:
+        in_other_thread(db_lock("stock:7", timeout=5).acquire).release()
+        with connection.execute_wrapper(wrapper), atomic():
+            Counter.objects.create()
+            kept.clear()
+            gc.collect()
+            assert connection.execute_wrappers == [wrapper]
+        assert Counter.objects.all().delete()[0] == 1, f"after interrupt {number}"
+        number += 1
+    assert number > 20
