@@ -452,11 +452,18 @@ class Session:
     def _connect(self, connection: BaseDatabaseWrapper) -> None:
         raw = connection.connection
         if raw is None:
+            inside = connection.in_atomic_block
             try:
                 connection.ensure_connection()
             except Error as error:
                 self._drop_half_made(connection)
                 raise self.failure(error, was_sent=False) from error
+            except BaseException:
+                # A signal has interrupted it. Django would keep the connection without
+                # its settings and functions.
+                if not inside:
+                    abandon(connection)
+                raise
         elif (lock := getattr(raw, "lock", None)) is not None and lock.locked():
             # A signal handler has struck within a statement. A cursor of psycopg would
             # wait for this lock, which its own thread has.

@@ -1,4 +1,4 @@
-"""Interrupts at the edges of the transactions in which locks change their rows."""
+"""Interrupts while a lock connects, and at the edges of its own transactions."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import contextlib
 import dis
 import functools
 import gc
+import inspect
 import sys
 
 import pytest
 from django.db import connection
 from django.db import transaction as of_django
+from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.transaction import atomic
 
 from dlocks import db_lock
@@ -23,6 +25,10 @@ pytestmark = [
 ]
 
 EDGES = contextlib.__file__, of_django.__file__
+CONNECTING = {
+    inspect.unwrap(function).__code__
+    for function in (BaseDatabaseWrapper.connect, BaseDatabaseWrapper.set_autocommit)
+}
 # Python calls signal handlers when a call has returned, and at the start of a function.
 MOMENTS = {"CALL", "CALL_KW", "CALL_FUNCTION_EX", "RESUME"}
 
@@ -41,8 +47,8 @@ def names_and_handlers(code):
     }
 
 
-def interrupted(function, number):
-    """Call a function that an interrupt strikes at a numbered moment of an edge.
+def interrupted(function, number, within):
+    """Call a function that an interrupt strikes at a numbered moment within others.
 
     Return the interrupt, or None if the function ends before that moment.
     """
@@ -50,7 +56,7 @@ def interrupted(function, number):
 
     def trace(frame, event, _):
         code = frame.f_code
-        if code.co_filename not in EDGES:
+        if not within(code):
             return None
         frame.f_trace_opcodes = True
         if event == "opcode":
@@ -77,6 +83,11 @@ def interrupted(function, number):
     return None
 
 
+def use(number):
+    with db_lock(f"a {number}", f"b {number}", ttl=1, timeout=5):
+        pass
+
+
 def test_an_interrupt_ends_no_later_transaction(in_other_thread):
     """The project keeps the interrupt for a while, as a framework does for its log.
 
@@ -85,13 +96,12 @@ def test_an_interrupt_ends_no_later_transaction(in_other_thread):
     be open when the traceback is dropped.
     """
 
-    def use(number):
-        with db_lock(f"a {number}", f"b {number}", ttl=1, timeout=5):
-            pass
+    def is_edge(code):
+        return code.co_filename in EDGES
 
     use("warm")
     number, wrapper = 0, lambda execute, *arguments: execute(*arguments)
-    while (kept := [interrupted(functools.partial(use, number), number)])[0]:
+    while (kept := [interrupted(functools.partial(use, number), number, is_edge)])[0]:
         in_other_thread(db_lock("stock:7", timeout=5).acquire).release()
         with connection.execute_wrapper(wrapper), atomic():
             Counter.objects.create()
@@ -101,3 +111,20 @@ def test_an_interrupt_ends_no_later_transaction(in_other_thread):
         assert Counter.objects.all().delete()[0] == 1, f"after interrupt {number}"
         number += 1
     assert number > 20
+
+
+# A connection of psycopg that an interrupt has kept Django from storing warns of that.
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_locks_work_after_an_interrupt_while_one_connects():
+    """Django would keep a connection without its settings, and without functions."""
+    use("warm")
+    connection.close()
+    number = 0
+    while interrupted(functools.partial(use, number), number, CONNECTING.__contains__):
+        gc.collect()
+        use(f"after {number}")
+        assert connection.get_autocommit()
+        connection.close()
+        number += 1
+    assert number > 5
