@@ -296,22 +296,38 @@ class Session:
 
         def attempt() -> T:
             nonlocal raised
-            with transaction.atomic(using=self.database):
-                try:
-                    if not inside and self.connection.vendor == "postgresql":
-                        self._lower_isolation()
-                    return self._call_qualified(work)
-                except BaseException as error:
-                    raised = error
-                    raise
+            try:
+                if not inside and self.connection.vendor == "postgresql":
+                    self._lower_isolation()
+                return self._call_qualified(work)
+            except BaseException as error:
+                raised = error
+                raise
 
+        step = partial(self.call_in_atomic, attempt)
         try:
-            return attempt() if inside else self._call_limited(attempt)
+            return step() if inside else self._call_limited(step)
         except Error:
             # The rollback may fail too. Its error must not hide an interrupt.
             if raised is None or isinstance(raised, (Error, StepError, LockError)):
                 raise
             raise raised from None
+
+    def call_in_atomic(self, work: Callable[[], T]) -> T:
+        """Call ``work`` in a transaction, or in a savepoint of the caller's.
+
+        An interrupt at the edge of the block would leave the block in Django's lists.
+        Django would then take the end of the caller's transaction for that of the
+        savepoint, and would never commit it.
+        """
+        here = self.connection
+        blocks, savepoints = len(here.atomic_blocks), len(here.savepoint_ids)
+        try:
+            with transaction.atomic(using=self.database):
+                return work()
+        finally:
+            del here.atomic_blocks[blocks:]
+            del here.savepoint_ids[savepoints:]
 
     def _lower_isolation(self) -> None:
         """Let a transaction of dlocks that has just begun run at READ COMMITTED.

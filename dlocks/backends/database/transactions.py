@@ -15,8 +15,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from django.db import transaction
-
 from dlocks.backends import table as rules
 from dlocks.backends.base import HANDOVER_LEASE
 from dlocks.backends.database.holders import Holders
@@ -91,12 +89,14 @@ class TransactionLocks:
         with suppress(RowLockedError):
             if not self.session.engine.unlocks:
                 return self._take(claim)
-            with transaction.atomic(using=self.session.database):
-                # It skips locked rows. So if anything holds it up, the table is locked.
-                if (token := self.session.unlocked(self._take, claim)) is not None:
-                    return token
-                raise RowLockedError
+            return self.session.call_in_atomic(partial(self._take_unlocked, claim))
         return None
+
+    def _take_unlocked(self, claim: Claim) -> int:
+        # It skips locked rows. So if anything holds it up, the table is locked.
+        if (token := self.session.unlocked(self._take, claim)) is not None:
+            return token
+        raise RowLockedError
 
     def _refuse_unfit(self, claim: Claim) -> None:
         """Refuse a transaction whose snapshot may be older than the lock.

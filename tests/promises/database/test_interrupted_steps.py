@@ -8,6 +8,7 @@ import functools
 import gc
 import inspect
 import sys
+from contextlib import suppress
 
 import pytest
 from django.db import connection
@@ -126,5 +127,30 @@ def test_locks_work_after_an_interrupt_while_one_connects():
         use(f"after {number}")
         assert connection.get_autocommit()
         connection.close()
+        number += 1
+    assert number > 5
+
+
+@pytest.mark.engine("postgresql")
+def test_the_transaction_of_the_project_ends_after_an_interrupt_in_a_savepoint():
+    """A lock in a transaction uses savepoints. What one leaves must not be in its way.
+
+    Django would take the end of the transaction for that of the savepoint, and commit
+    nothing more.
+    """
+
+    def is_edge(code):
+        return code.co_filename == of_django.__file__
+
+    def acquire():
+        db_lock(f"stock:{number}", timeout=0).acquire()
+
+    number, interrupt = 0, True
+    while interrupt:
+        with suppress(StruckExit), atomic():
+            interrupt = interrupted(acquire, number, is_edge)
+            if interrupt:
+                raise interrupt
+        assert connection.get_autocommit(), f"after interrupt {number}"
         number += 1
     assert number > 5
