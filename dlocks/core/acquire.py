@@ -90,7 +90,7 @@ class Acquisition:
     def _members(self) -> list[tuple[LockPolicy, str]]:
         """Return the locks of the single keys, and their full keys."""
         locks = self.lock.locks
-        if self.lock.on_lost is not None:
+        if self.lock.on_lost is not None and len(locks) > 1:
             self._on_lost = LossOfMember(self.lock.on_lost)
             locks = [replace(one, on_lost=self._on_lost) for one in locks]
         return [(one, one._full_key(self.backend)) for one in locks]

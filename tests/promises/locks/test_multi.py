@@ -312,6 +312,14 @@ def test_a_key_that_is_lost_loses_the_hold_and_frees_the_others(using):
     assert not is_taken("c", using)
 
 
+def test_on_lost_is_called_for_keys_that_are_all_the_same():
+    told = []
+    with pytest.raises(LockLost):
+        with db_lock("a", "a", using="memory", on_lost=told.append) as hold:
+            lose(hold)
+    assert told == [hold]
+
+
 def test_min_hold_keeps_each_key(threads, is_busy, until):
     """After that, a waiter for one of the keys is served."""
     with db_lock("a", "b", "c", min_hold=2.0) as hold:
