@@ -131,12 +131,9 @@ def add(entry: Entry) -> None:
     with _mutex:
         while True:
             own = _by_caller.get(caller) or _add_caller(caller)
-            entries = own.entries.get(place)
-            if entries is None:
-                own.entries[place] = [entry]
-            else:
-                # Those of ended holds are forgotten.
-                entries[:] = [*_current(entries), entry]
+            entries = own.entries.setdefault(place, [])
+            _forget_ended(entries)
+            entries.append(entry)
             now = _by_caller.get(caller)
             if now is None or entry not in now.entries.get(place, ()):
                 continue
@@ -158,9 +155,10 @@ def remove(entry: Entry) -> None:
         entries = own.entries.get(place, [])
         if entry in entries:
             entries.remove(entry)
-        if not entries:
+        # No call lies between a look and what follows, so no handler can strike there.
+        if place in own.entries and not own.entries[place]:
             own.entries.pop(place, None)
-        if not own.entries:
+        if entry.caller in _by_caller and not _by_caller[entry.caller].entries:
             _by_caller.pop(entry.caller, None)
 
 
@@ -173,8 +171,7 @@ def _add_caller(caller: Caller) -> OfCaller:
                 if not own.entries:
                     _by_caller.pop(other, None)
         _clean_at = len(_by_caller) + CALLERS_PER_CLEANUP
-    own = _by_caller[caller] = OfCaller()
-    return own
+    return _by_caller.setdefault(caller, OfCaller())
 
 
 def _clean_up(own: OfCaller) -> None:
@@ -183,10 +180,20 @@ def _clean_up(own: OfCaller) -> None:
     Their number can double before the next search, so this costs little.
     """
     for place, entries in list(own.entries.items()):
-        entries[:] = _current(entries)
-        if not entries:
+        _forget_ended(entries)
+        if place in own.entries and not own.entries[place]:
             own.entries.pop(place, None)
     own.added, own.clean_at = 0, max(FEW, len(_entries_of(own)))
+
+
+def _forget_ended(entries: list[Entry]) -> None:
+    """Forget the entries of ended holds.
+
+    They are removed one by one, because a signal handler may add others meanwhile.
+    """
+    for one in tuple(entries):
+        if not one.hold.may_be_held and one in entries:
+            entries.remove(one)
 
 
 def _current(entries: Iterable[Entry]) -> list[Entry]:
