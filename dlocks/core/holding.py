@@ -126,10 +126,11 @@ class Holding:
     def may_be_held(self) -> bool:
         """Return whether the key is certainly held, or may still be.
 
-        A hold may still be renewed after its lease has expired.
+        A hold may still be renewed after its lease has expired, and may go on after a
+        detach that fails.
         """
         if self.is_over:
-            return False
+            return self.life.state.phase is Phase.DETACHING and not self.is_forked
         return not self.has_run_out() or self.life.state.is_pinned
 
     def has_run_out(self) -> bool:

@@ -275,6 +275,31 @@ def test_a_check_during_a_failed_detach_forgets_no_hold(using, stops, threads, i
     assert not is_busy("export:7", using)
 
 
+@EVERY
+def test_a_caller_of_many_locks_forgets_no_hold_whose_detach_fails(
+    using, stops, threads, is_busy
+):
+    """Another thread detaches the hold, and its caller uses other keys meanwhile."""
+    lock = db_lock("export:7", using=using)
+    hold = lock.acquire()
+    begun, over = threading.Event(), threading.Event()
+
+    def wait():
+        begun.set()
+        assert over.wait(20)
+
+    thread = threads(lambda: fail_to_detach(hold, stops, wait))
+    assert begun.wait(20)
+    for number in range(20):
+        with db_lock(f"export:{number + 8}", using=using):
+            pass
+    over.set()
+    thread.join(20)
+    assert lock.held()
+    lock.release()
+    assert not is_busy("export:7", using)
+
+
 @SERVERS
 def test_a_hold_is_not_detached_inside_its_guarded_transaction():
     """The error is the same after the end of its lease, and the hold goes on."""
