@@ -51,7 +51,13 @@ def _ask(hold: Any, count: int) -> bool:
         return True
     sent = clock.now()
     claim = hold.next_claim() if hold.may_be_late else hold.claim
-    confirmed = bool(hold.ask(hold.backend.verify, [claim], count))
+    try:
+        confirmed = bool(hold.ask(hold.backend.verify, [claim], count))
+    except BaseException:
+        if claim.late:
+            # It may be carried out all the same, perhaps after one with another ttl.
+            hold.lease.record_failure(sent, claim.ttl)
+        raise
     if confirmed and claim.late and hold.backend.refusal(hold.claim) is None:
         hold.lease.record_answer(sent, claim.ttl)
     return confirmed

@@ -279,6 +279,32 @@ def test_a_late_renewal_by_another_thread_is_noticed(using, stops, threads, unti
         assert left_for_others("stock:7", using=using)[0] > 595
 
 
+@pytest.mark.engine("sqlite")
+def test_a_late_check_by_another_thread_is_noticed_without_a_reply(stops, threads):
+    """It has shortened the lease, because it renews one that is almost over."""
+    checked, go_on = threading.Event(), threading.Event()
+
+    def late(usual, *args):
+        checked.set()
+        assert go_on.wait(30)
+        usual()
+        raise LockBackendError("the reply is lost")
+
+    def check():
+        with pytest.raises(LockBackendError):
+            hold.check()
+
+    with db_lock("stock:7", ttl=0.9) as hold:
+        with stops.replace("verify", late):
+            checking = threads(check)
+            assert checked.wait(30)
+            hold.renew(ttl=600)
+            go_on.set()
+            checking.join(30)
+        assert hold.remaining <= left_for_others("stock:7")[0] + 0.1
+        hold.check()
+
+
 @pytest.mark.front
 @for_each("using", ["default", "memory"])
 def test_a_new_ttl_whose_request_fails_is_that_of_the_next_renewal(using, stops, until):
