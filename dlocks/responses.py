@@ -101,11 +101,13 @@ def _close(entry: Entry, forgotten: Any) -> None:
 
 def _leave(entry: Entry, forgotten: Any, error: BaseException | None = None) -> None:
     """Leave the entry, unless this response has already left it."""
-    if forgotten.detach() is None:
+    if not forgotten.alive:
         return
     leave, backend = partial(_leave_after, entry, error), entry.hold.backend
     # Django's asynchronous test client closes responses in the event loop.
     leave() if _get_running_loop() is None else keeper.run(leave, backend)
+    # Last, so that the end of an interrupted response leaves the entry.
+    forgotten.detach()
 
 
 def _leave_after(entry: Entry, error: BaseException | None) -> None:
