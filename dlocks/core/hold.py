@@ -433,9 +433,14 @@ def _leave_later(entry: Entry, *, failed: bool) -> None:
     """Leave an entry without a request, which the keeper sends if it is due."""
     hold: Holding = entry.hold
     within = transactions_of(hold)
-    effect = hold.life.leave(entry, within, failed=failed, verified=True)
-    hold.forget_entry(entry)
-    keeper.post(partial(hold.perform_quietly, effect), hold.backend)
+    try:
+        effect = hold.life.leave(entry, within, failed=failed, verified=True)
+        hold.forget_entry(entry)
+        keeper.post(partial(hold.perform_quietly, effect), hold.backend)
+    except BaseException:
+        # An interrupted leave must not leave the key acquired.
+        keeper.post(partial(hold.complete_leave, None), hold.backend)
+        raise
 
 
 async def aleave_block(

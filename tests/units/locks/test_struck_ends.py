@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import gc
 import itertools
+from functools import partial
 
 import pytest
 from django.http import StreamingHttpResponse
 from django.test import RequestFactory
 
-from dlocks import locked_view
+from dlocks import db_lock, locked_view
+from tests.internals import requests
 
 pytest_plugins = ["tests.moments"]
 pytestmark = [pytest.mark.front, pytest.mark.django_db(transaction=True)]
+
+LOCK = db_lock("stock:7", using="memory")
 
 
 @pytest.fixture
@@ -43,3 +47,18 @@ def test_the_end_of_a_response(end_at_each_moment):
         return view(RequestFactory().get("/")).close
 
     end_at_each_moment(begin, ("responses", "core/hold"))
+
+
+def test_the_end_of_a_block_within_a_request(end_at_each_moment):
+    """The garbage collector closes a generator there. A worker sends the release."""
+
+    def generate():
+        with LOCK:
+            yield
+
+    def begin():
+        generator = generate()
+        next(generator)
+        return partial(requests.request, generator.close)
+
+    end_at_each_moment(begin, ("core/hold", "core/life"))
