@@ -312,6 +312,9 @@ class Session:
             if raised is None or isinstance(raised, (Error, StepError, LockError)):
                 raise
             raise raised from None
+        finally:
+            # Otherwise the error and the frames of its traceback would be a cycle.
+            raised = None
 
     def call_in_atomic(self, work: Callable[[], T]) -> T:
         """Call ``work`` in a transaction, or in a savepoint of the caller's.
