@@ -64,7 +64,7 @@ class Member:
             # No thread can start any more when Python is about to exit.
             with suppress(RuntimeError):
                 if self._open >= running:
-                    running += any(thread.start() for thread in self._threads)
+                    running += any(map(BackgroundThread.start, self._threads))
             self._open += 1
             is_served = running > 0
             if is_served:
