@@ -65,7 +65,7 @@ E = TypeVar("E", bound=LocalEntry)
 class LocalClaims(Generic[E]):
     """The tables of these claims, the mutex that guards them, and their maintenance.
 
-    The thread that ``maintain_from()`` starts calls ``maintain``, which returns the
+    The thread that ``start_maintenance()`` starts calls ``maintain``, which returns the
     seconds until the next pass, or None at the end.
     """
 
@@ -85,8 +85,17 @@ class LocalClaims(Generic[E]):
     def _maintain_on(self) -> None:
         # No reference of a pass keeps an object alive in the pause. A finalizer that
         # strikes in a pass finds the tables half changed, so its requests are refused.
-        while (pause := request(self._maintain)) is not None:
+        while (
+            # Another thread may have been started instead.
+            self.maintainer.is_current
+            and (pause := request(self._maintain)) is not None
+        ):
             self.wakeup.wait(pause)
+
+    def start_maintenance(self) -> None:
+        """Ensure that the maintenance thread runs. The caller holds no mutex."""
+        with suppress(PythonIsExitingError):
+            self.maintainer.start()
 
     # The caller of these methods holds the mutex. Python handles signals after calls.
     # So the assignments that belong together follow the last call.
@@ -115,10 +124,9 @@ class LocalClaims(Generic[E]):
         entry.gone, entry.waiting = True, False
 
     def maintain_from(self, due: float = math.inf) -> None:
-        """Ensure that the maintenance thread runs, and checks its work when due."""
-        with suppress(PythonIsExitingError):
-            if not self.maintainer.start() and due < self.maintains_at:
-                self.wakeup.set()
+        """Let the maintenance thread check its work when it is due."""
+        if due < self.maintains_at:
+            self.wakeup.set()
 
 
 def refusal_of(backend: Backend, claim: Claim) -> str | None:

@@ -132,12 +132,13 @@ class Keeper:
             due = min(hold.lease.renew_at, hold.life.state.deadline)
             if entries and entries[0].caller is not self._main_thread:
                 due = min(due, hold.lease.granted_at + LOOK_EVERY)
-            if (
+            is_early = (
                 thread is None
                 or self._working_thread is not thread
                 or due < self._wakes_at
-            ):
-                self._wake()
+            )
+        if is_early:
+            self._wake()
 
     def add_left(self, hold: Any) -> None:
         """Refer to a hold that was left in a transaction until it is settled."""
@@ -145,7 +146,7 @@ class Keeper:
             # Otherwise it has just been removed.
             if not hold.is_over:
                 self._left.add(hold)
-            self._wake()
+        self._wake()
 
     def remove_left(self, hold: Any) -> None:
         """Stop referring to a hold whose caller has entered it again."""
@@ -165,8 +166,7 @@ class Keeper:
 
     def check_soon(self) -> None:
         """Check all holds now, because one has changed."""
-        with self._mutex:
-            self._wake()
+        self._wake()
 
     def report_lost(self, owners: Collection[str], why: str) -> None:
         """Mark the holds of these owners as lost, soon and in the keeper's thread."""
@@ -192,7 +192,7 @@ class Keeper:
         """Run a short job in the keeper's thread."""
         with self._mutex:
             self._jobs.append(job)
-            self._wake()
+        self._wake()
 
     def run(
         self,
@@ -230,8 +230,9 @@ class Keeper:
         worker = self._workers.of(backend)
         with self._mutex:
             self._workers.deferred[function] = due, worker
-            if not self._thread.is_running or due < self._wakes_at:
-                self._wake()
+            is_early = not self._thread.is_running or due < self._wakes_at
+        if is_early:
+            self._wake()
 
     def catch_up(self) -> None:
         """Return when all work that is due now is done. This is for tests."""
@@ -302,7 +303,8 @@ class Keeper:
 
     def _wake(self) -> None:
         if self._thread.thread is None:
-            # Once in each process, before it holds a lock.
+            # In each process, before it holds a lock. Two threads at once may do so
+            # twice, which does no harm.
             at_child_exit(self._exit_child)
         try:
             self._thread.start()
@@ -329,8 +331,7 @@ class Keeper:
         while True:
             with self._mutex:
                 if not self._thread.is_current:
-                    # The start of this thread was interrupted, and another one has
-                    # started since.
+                    # Another thread was started instead.
                     self._wakeup.set()
                     return
                 self._working_thread = this

@@ -47,12 +47,16 @@ new_mutex: Callable[[], Mutex] = threading.RLock
 class BackgroundThread:
     """A daemon thread that is started when it is needed, and may end and start again.
 
-    Its owner calls these methods with a mutex held.
+    ``end()`` and ``is_current`` are called with the owner's mutex held, and ``start()``
+    without one. The start waits for the new thread, in which a finalizer may strike
+    before it has started, and that may need any mutex of dlocks.
     """
 
     def __init__(self, name: str, target: Callable[[], object]) -> None:
         self._name = name
         self._target = target
+        # Makes the check and the record of a new thread one step.
+        self._mutex = new_mutex()
         self.thread: threading.Thread | None = None
 
     @property
@@ -64,20 +68,26 @@ class BackgroundThread:
         return self.thread is not None and self.thread.is_alive()
 
     def start(self) -> bool:
-        """Start the thread unless it runs, and return whether it was started."""
+        """Start the thread unless it runs, and return whether it was started.
+
+        Two callers at once may start two threads, and an interrupted start may leave
+        one beside the next. All but the last end, since they are not the current one
+        when they begin to work.
+        """
         if self.is_running:
             return False
         if sys.is_finalizing():
             # A new thread would not run, and its start would wait for it.
             raise PythonIsExitingError("Python has ended all threads.")
-        # Recorded before its start. An interrupt in between must not leave a second
-        # thread running beside the next one. The first thread ends, since it is not
-        # the current one any more.
-        self.thread = threading.Thread(
-            target=self._target, name=self._name, daemon=True
-        )
+        thread = threading.Thread(target=self._target, name=self._name, daemon=True)
+        with self._mutex:
+            if self.is_running:
+                return False
+            # Recorded before its start. It replaces a thread that has not started, and
+            # that has therefore not begun to work.
+            self.thread = thread
         try:
-            self.thread.start()
+            thread.start()
         except RuntimeError as error:
             # threading raises another error if a signal handler raises meanwhile.
             if "unlocked" in str(error) and error.__context__ is not None:

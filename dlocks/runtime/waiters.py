@@ -150,10 +150,10 @@ class Waiters:
         """Add a waiter, and return once it can be notified of a grant."""
         with self._mutex:
             self._waiters[waiter.claim.owner] = waiter
-            if not self._thread.is_running:
+            if not self._thread.is_running and self._ready.is_set():
                 self._ready = Latch()
-                self._thread.start()
             ready = self._ready
+        self._thread.start()
         if not ready.is_set():
             ready.wait(min(1.0, waiter.until - clock.now()))
 
@@ -189,6 +189,8 @@ class Waiters:
     def _serve(self) -> None:
         notifier: Notifier | None = None
         try:
+            if not self._is_needed():
+                return
             use_private_connections()
             notifier = self._connect()
             can_notify = notifier is not None
@@ -234,7 +236,7 @@ class Waiters:
         """Return whether this thread has waiters, or had some a moment ago."""
         with self._mutex:
             if not self._thread.is_current:
-                # Its start was interrupted, and another thread has started since.
+                # Another thread was started instead.
                 return False
             # A test may have turned the clock back.
             self._removed_at = min(self._removed_at, clock.now())

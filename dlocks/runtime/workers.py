@@ -72,16 +72,25 @@ class ServerWorker:
         try:
             with self._mutex:
                 jobs.append(job)
-                try:
-                    self._thread.start()
-                except BaseException:
-                    # No caller waits for it any more. A retry queues a new job.
-                    jobs.remove(job)
-                    raise
+            self._thread.start()
         except PythonIsExitingError:
-            if not self._run_elsewhere(job):
+            # Unless a thread that runs has taken it.
+            if self._take_back(jobs, job) and not self._run_elsewhere(job):
                 raise
+        except BaseException:
+            # No caller waits for it any more. A retry queues a new job.
+            self._take_back(jobs, job)
+            raise
         self._wakeup.set()
+
+    def _take_back(
+        self, jobs: deque[Callable[[], object]], job: Callable[[], object]
+    ) -> bool:
+        with self._mutex:
+            if job not in jobs:
+                return False
+            jobs.remove(job)
+            return True
 
     def run(self, function: Callable[[], T], timeout: float | None = None) -> T:
         """Call a function in the worker's thread, and return its result.
@@ -153,7 +162,7 @@ class ServerWorker:
         self._wakeup.wait(0.0 if has_jobs else self._idle_at - clock.now())
         with self._mutex:
             if not self._thread.is_current:
-                # Its start was interrupted, and another thread has started since.
+                # Another thread was started instead.
                 self._wakeup.set()
                 return False
             job = self._next()

@@ -61,16 +61,16 @@ class Member:
                 with suppress(Empty):
                     self._jobs.get_nowait()
                     self._open -= 1
-            # No thread can start any more when Python is about to exit.
-            with suppress(RuntimeError):
-                if self._open >= running:
-                    running += any(map(BackgroundThread.start, self._threads))
             self._open += 1
-            is_served = running > 0
-            if is_served:
-                self._jobs.put(job)
-        if not is_served:
-            self._do(*job)
+            self._jobs.put(job)
+            has_idle = self._open <= running
+        # No thread can start any more when Python is about to exit.
+        with suppress(RuntimeError):
+            if not has_idle:
+                any(map(BackgroundThread.start, self._threads))
+        if not any(thread.is_running for thread in self._threads):
+            with suppress(Empty):
+                self._do(*self._jobs.get_nowait())
         return future
 
     def _loop(self) -> None:

@@ -147,10 +147,11 @@ class EngineQueue:
         The thread finds its waiter by itself, so an interrupt here blocks no waiter.
         """
         with self._claims.mutex:
-            if self._next() is not None:
-                # Threads that are busy look for the next waiter by themselves.
-                with suppress(PythonIsExitingError):
-                    any(map(BackgroundThread.start, self._threads))
+            has_next = self._next() is not None
+        if has_next:
+            # Threads that are busy look for the next waiter by themselves.
+            with suppress(PythonIsExitingError):
+                any(map(BackgroundThread.start, self._threads))
 
     def _next(self) -> tuple[Entry, Session | None] | None:
         """Return the next waiter, and an unused session if there is one.
@@ -184,7 +185,7 @@ class EngineQueue:
                 self._sessions.for_waiters.add(session)
                 over = session.wait_over = Latch()
                 self._claims.assign(entry, session)
-                self._claims.maintain_from()
+            self._claims.start_maintenance()
             self._wait(entry, session, over)
 
     def _wait(self, entry: Entry, session: Session, over: Latch) -> None:

@@ -117,8 +117,9 @@ class Sessions:
         with self._claims.mutex:
             if self.main is None:
                 self.main = self.new()
-                self._claims.maintain_from()
-            return self.main
+            main = self.main
+        self._claims.start_maintenance()
+        return main
 
     def run(self, request: Callable[[Session], T], claim: Claim | None = None) -> T:
         """Call a function with a session, and once more if that has ended."""

@@ -408,6 +408,7 @@ class ZooKeeperBackend(Backend):
             self.claims.entries[entry.claim.owner] = entry
             self.claims.maintain_from()
         try:
+            self.claims.start_maintenance()
             queue = self.ensemble.retry(lambda _: self.nodes.add(entry), timeout)
             self._see([entry], timeout, {entry.parent: queue} if queue else None)
         finally:
@@ -474,6 +475,7 @@ class ZooKeeperBackend(Backend):
             entry.ends_at = clock.now() + 2 * self.ensemble.session_timeout
             self.claims.orphans.add(entry)
             self.claims.maintain_from()
+        self.claims.start_maintenance()
 
     # The session.
 
