@@ -86,7 +86,7 @@ class LocalClaims(Generic[E]):
         # No reference of a pass keeps an object alive in the pause. A finalizer that
         # strikes in a pass finds the tables half changed, so its requests are refused.
         while (
-            # Another thread may have been started instead.
+            # Another thread may have begun to work first.
             self.maintainer.is_current
             and (pause := request(self._maintain)) is not None
         ):

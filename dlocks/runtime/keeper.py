@@ -331,7 +331,7 @@ class Keeper:
         while True:
             with self._mutex:
                 if not self._thread.is_current:
-                    # Another thread was started instead.
+                    # Another thread has begun to work first.
                     self._wakeup.set()
                     return
                 self._working_thread = this

@@ -55,7 +55,7 @@ class BackgroundThread:
     def __init__(self, name: str, target: Callable[[], object]) -> None:
         self._name = name
         self._target = target
-        # Makes the check and the record of a new thread one step.
+        # Makes the check and the record of a thread that begins to work one step.
         self._mutex = new_mutex()
         self.thread: threading.Thread | None = None
 
@@ -67,25 +67,20 @@ class BackgroundThread:
     def is_running(self) -> bool:
         return self.thread is not None and self.thread.is_alive()
 
-    def start(self) -> bool:
-        """Start the thread unless it runs, and return whether it was started.
+    def start(self) -> threading.Thread | None:
+        """Start the thread unless it runs, and return it if it was started.
 
         Two callers at once may start two threads, and an interrupted start may leave
-        one beside the next. All but the last end, since they are not the current one
-        when they begin to work.
+        one beside the next. The first of them that begins to work is the current one,
+        whatever becomes of the other starts. A target that must not run twice at once
+        ends where it is not in the current thread.
         """
         if self.is_running:
-            return False
+            return None
         if sys.is_finalizing():
             # A new thread would not run, and its start would wait for it.
             raise PythonIsExitingError("Python has ended all threads.")
-        thread = threading.Thread(target=self._target, name=self._name, daemon=True)
-        with self._mutex:
-            if self.is_running:
-                return False
-            # Recorded before its start. It replaces a thread that has not started, and
-            # that has therefore not begun to work.
-            self.thread = thread
+        thread = threading.Thread(target=self._begin, name=self._name, daemon=True)
         try:
             thread.start()
         except RuntimeError as error:
@@ -95,11 +90,17 @@ class BackgroundThread:
             if not threading.main_thread().is_alive():
                 raise PythonIsExitingError(str(error)) from error
             raise
-        return True
+        return thread
 
     def end(self) -> None:
         """Let ``start()`` start another thread, because this one is about to end."""
         self.thread = None
+
+    def _begin(self) -> None:
+        with self._mutex:
+            if not self.is_running:
+                self.thread = threading.current_thread()
+        self._target()
 
 
 class Flag:

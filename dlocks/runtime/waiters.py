@@ -236,7 +236,7 @@ class Waiters:
         """Return whether this thread has waiters, or had some a moment ago."""
         with self._mutex:
             if not self._thread.is_current:
-                # Another thread was started instead.
+                # Another thread has begun to work first.
                 return False
             # A test may have turned the clock back.
             self._removed_at = min(self._removed_at, clock.now())

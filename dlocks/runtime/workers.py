@@ -162,7 +162,7 @@ class ServerWorker:
         self._wakeup.wait(0.0 if has_jobs else self._idle_at - clock.now())
         with self._mutex:
             if not self._thread.is_current:
-                # Another thread was started instead.
+                # Another thread has begun to work first.
                 self._wakeup.set()
                 return False
             job = self._next()

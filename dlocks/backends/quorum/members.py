@@ -64,13 +64,14 @@ class Member:
             self._open += 1
             self._jobs.put(job)
             has_idle = self._open <= running
-        # No thread can start any more when Python is about to exit.
-        with suppress(RuntimeError):
+        try:
             if not has_idle:
                 any(map(BackgroundThread.start, self._threads))
-        if not any(thread.is_running for thread in self._threads):
-            with suppress(Empty):
-                self._do(*self._jobs.get_nowait())
+        except RuntimeError:
+            # No thread can start any more when Python is about to exit.
+            if not running:
+                with suppress(Empty):
+                    self._do(*self._jobs.get_nowait())
         return future
 
     def _loop(self) -> None:

@@ -54,12 +54,10 @@ def side_by_side(steps: Iterable[Callable[[], object]]) -> None:
         # A finalizer that strikes in it is refused.
         thread = BackgroundThread("dlocks-session", partial(request, step))
         try:
-            thread.start()
+            threads.append(thread.start())
         except RuntimeError:
             # Python is about to exit, and no thread can start any more.
             step()
-        else:
-            threads.append(thread.thread)
     until = clock.real_now() + REPLY_TIMEOUT
     for started in threads:
         if started is not None:

@@ -1,10 +1,16 @@
 """What background threads and their callers wait for."""
 
 import itertools
+import threading
+from functools import partial
+from queue import SimpleQueue
+from threading import Barrier, Event
+from types import SimpleNamespace
 
 import pytest
 
-from dlocks.runtime.threads import Latch
+from dlocks.backends.quorum.members import Member
+from dlocks.runtime.threads import BackgroundThread, Latch
 
 pytest_plugins = ["tests.moments"]
 pytestmark = [pytest.mark.once, pytest.mark.engine("sqlite")]
@@ -38,3 +44,90 @@ def test_an_interrupted_wait_leaves_no_other_thread_waiting(strike_in_dlocks):
         if not struck:
             break
     assert number > 3
+
+
+@pytest.fixture
+def starts(monkeypatch):
+    """Let a test call something before each start of its thread, in order."""
+    steps, start = [], threading.Thread.start
+
+    def begin(thread):
+        if "tested" in thread.name and steps:
+            steps.pop(0)()
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", begin)
+    return steps
+
+
+def test_a_thread_works_although_another_start_at_once_was_interrupted(starts, threads):
+    """Otherwise the interrupt of one caller stops the renewals of another one."""
+    first_looks, second_ends, worked = Event(), Event(), Event()
+
+    def work():
+        if background.is_current:
+            worked.set()
+
+    def pause():
+        first_looks.set()
+        second_ends.wait(10)
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    background = BackgroundThread("dlocks-tested", work)
+    starts += [pause, interrupt]
+    first = threads(background.start)
+    assert first_looks.wait(10)
+    with pytest.raises(KeyboardInterrupt):
+        background.start()
+    second_ends.set()
+    first.join(10)
+    assert worked.wait(10)
+
+
+def test_one_of_two_threads_that_are_started_at_once_works(starts, threads):
+    both_look, are_current, may_end = Barrier(2), SimpleQueue(), Event()
+
+    def work():
+        are_current.put(background.is_current)
+        may_end.wait(10)
+
+    background = BackgroundThread("dlocks-tested", work)
+    starts += [partial(both_look.wait, 10)] * 2
+    for one in [threads(background.start) for _ in range(2)]:
+        one.join(10)
+    assert {are_current.get(timeout=10) for _ in range(2)} == {True, False}
+    assert background.is_running
+    may_end.set()
+
+
+def test_a_member_of_a_quorum_is_never_asked_in_the_thread_of_a_caller(starts, threads):
+    """Its request would wait there, or become part of the caller's transaction."""
+    member = Member("tested", SimpleNamespace(close=lambda: None))
+    asked_in = SimpleQueue()
+    first_looks, second_looks, first_returns = Event(), Event(), Event()
+
+    def question(member):
+        asked_in.put(threading.current_thread())
+        first_returns.wait(10)
+
+    def let_second_look():
+        first_looks.set()
+        second_looks.wait(10)
+
+    def let_first_return():
+        second_looks.set()
+        first_returns.wait(10)
+
+    def ask_first():
+        member.ask(question)
+        first_returns.set()
+
+    starts += [let_second_look, let_first_return]
+    first = threads(ask_first)
+    assert first_looks.wait(10)
+    second = threads(partial(member.ask, question))
+    first.join(20)
+    second.join(20)
+    assert not {asked_in.get(timeout=10) for _ in range(2)} & {first, second}
