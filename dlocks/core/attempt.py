@@ -385,6 +385,7 @@ class Attempt:
     def cancel(self) -> None:
         """Leave the entry, cancel the claim, and leave nothing acquired or queued."""
         if self.entry.hold is not None:
+            self.entry.min_hold_until = 0.0
             self.entry.hold.cancel_entry(self.entry)
             self.is_granted = False
             if self.entry.hold.claim is self.claim:

@@ -370,7 +370,6 @@ class Holding:
 
     def cancel_entry(self, entry: Entry) -> None:
         """Leave an entry that its caller never received. Only log an error."""
-        entry.min_hold_until = 0.0
         try:
             self.perform_quietly(self.life.leave(entry, failed=True, verified=True))
         except BaseException:

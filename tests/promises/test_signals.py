@@ -129,6 +129,29 @@ def test_an_interrupt_before_a_block_keeps_no_hold_of_another_thread(
     assert set(taken) <= {(number - 1, False), (number, True)}
 
 
+def test_an_interrupt_before_a_block_keeps_the_key_for_its_min_hold(
+    strike_in_dlocks, threads, is_busy
+):
+    """The thread that acquired the hold has ended, and the block takes its place."""
+    for number in itertools.count():
+        lock = db_lock(f"stock:{number}", using="memory", min_hold=60)
+        acquiring = threads(lock.acquire)
+        acquiring.join(10)
+        (hold,) = acquiring.results
+
+        def use(hold=hold):
+            with hold:
+                pass
+
+        struck = strike_in_dlocks(number, use)
+        assert is_busy(lock.key, "memory"), number
+        with contextlib.suppress(LockLost):
+            hold.release()
+        if not struck:
+            break
+    assert number > 10
+
+
 @pytest.mark.parametrize("keys", [("stock:7",), ("stock:7", "stock:8")])
 def test_an_interrupt_of_a_release_frees_no_key_before_the_commit(
     strike_in_dlocks, is_busy, keys
