@@ -117,6 +117,8 @@ class Lease:
             self.max_hold, self.limited_from = max_hold, " from a renewal"
             self.last_at = clock.now() + max_hold
         self._ttl = ttl = self._ttl if ttl is None else ttl
+        # Also before the claim. After an interrupt here, renewals have the other ttl.
+        self.shorten(min(clock.now() + ttl, self.last_at))
         self.claim = dataclasses.replace(self.claim, ttl=ttl)
         # After the claim. A thread that uses the earlier claim has read the clock
         # before this.

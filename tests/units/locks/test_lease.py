@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from functools import partial
 
 import pytest
 
 from dlocks import db_lock
 from tests.internals import clock, keeper
 
+pytest_plugins = ["tests.moments"]
 pytestmark = pytest.mark.front
 
 
@@ -52,6 +55,22 @@ def test_a_change_within_the_record_of_a_reply_is_kept(lease):
     sent = clock.now()
     lease.record_answer(sent, Handled(60))
     assert lease.deadline <= clock.now() + 1
+
+
+def test_a_change_that_is_interrupted_leaves_no_deadline_after_the_lease(
+    lease, strike_in_dlocks
+):
+    """Renewals may have the shorter ttl from then on."""
+    for number in itertools.count():
+        lease.change(60, None)
+        lease.record_answer(clock.now(), 60)
+        struck = strike_in_dlocks(number, partial(lease.change, 1, None))
+        sent, claim = clock.now(), lease.next_claim(may_be_late=False)
+        lease.record_answer(sent, claim.ttl)
+        assert lease.deadline <= sent + claim.ttl, number
+        if not struck:
+            break
+    assert number > 10
 
 
 # The end of a lease whose renewal is on its way.
