@@ -348,18 +348,23 @@ class Holding:
         settlement.await_transactions(self)
 
     def perform_loss(self, effect: Effect) -> None:
-        """Do what a loss asks for. The caller learns of no error of its release."""
-        if effect & Effect.RELEASE:
-            # If no caller has acquired the key yet, the next one need not wait for the
-            # grace.
-            self.unwatch()
-            if keeper.is_current:
-                # The keeper's own thread sends no request.
-                keeper.post(self.release_again, self.backend)
-            else:
-                self.release_again()
-        if effect & Effect.REPORT:
-            self.report_loss()
+        """Do what a loss asks for. The caller learns of no error of its release.
+
+        An interrupt of this caller hides no loss from the others.
+        """
+        try:
+            if effect & Effect.RELEASE:
+                # If no caller has acquired the key yet, the next one need not wait for
+                # the grace.
+                self.unwatch()
+                if keeper.is_current:
+                    # The keeper's own thread sends no request.
+                    keeper.post(self.release_again, self.backend)
+                else:
+                    self.release_again()
+        finally:
+            if effect & Effect.REPORT:
+                self.report_loss()
 
     def perform_quietly(self, effect: Effect) -> None:
         """Do what the leave of an entry asks for. An error is only logged."""
@@ -545,10 +550,12 @@ class Holding:
 
     def _end_for_caller(self, effect: Effect) -> None:
         """Do what a loss asks for, of which the caller learns by an error."""
-        # First, since on_lost may acquire the key again.
-        if self.life.state.reason is not None:
-            self.forget_entries()
-        self.perform_loss(effect)
+        try:
+            # First, since on_lost may acquire the key again.
+            if self.life.state.reason is not None:
+                self.forget_entries()
+        finally:
+            self.perform_loss(effect)
 
     def forget_entries(self) -> None:
         """Let the next acquisition of each caller make a new hold.
@@ -566,6 +573,8 @@ class Holding:
 
     def report_loss(self) -> None:
         """Log the loss, call ``on_lost``, and send ``lock_lost``."""
-        self.unwatch()
-        logger.warning("%s", self.lost_error())
-        self.send_ended("lost")
+        try:
+            self.unwatch()
+            logger.warning("%s", self.lost_error())
+        finally:
+            self.send_ended("lost")

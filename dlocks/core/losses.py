@@ -6,7 +6,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 from django.db import connections
@@ -70,14 +70,23 @@ def send_in_thread(face: Any, how: Event, life: Life) -> None:
 
 def send(face: Any, how: Event, life: Life) -> None:
     """Signal the end of a hold. Call ``on_lost`` if it is lost."""
-    send_event(how, face.lock, hold=face)
-    for on_lost, hold in _callbacks(face, life) if how == "lost" else ():
-        try:
-            on_lost(hold)
-        except Exception as error:
-            if is_interrupt(error):
-                raise
-            logger.exception("on_lost of %r failed", face.key)
+    if how != "lost":
+        send_event(how, face.lock, hold=face)
+        return
+    with ExitStack() as reports:
+        # An interrupt in one of them keeps none of the others from their callers.
+        for on_lost, hold in reversed(_callbacks(face, life)):
+            reports.callback(_report_to, on_lost, hold, face.key)
+        send_event(how, face.lock, hold=face)
+
+
+def _report_to(on_lost: OnLost, hold: Any, key: str) -> None:
+    try:
+        on_lost(hold)
+    except Exception as error:
+        if is_interrupt(error):
+            raise
+        logger.exception("on_lost of %r failed", key)
 
 
 def _callbacks(face: Any, life: Life) -> list[tuple[OnLost, Any]]:

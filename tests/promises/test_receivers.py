@@ -163,6 +163,27 @@ def test_a_time_limit_in_on_lost_reaches_the_caller(using, handled_by):
 
 
 @ALIASES
+@for_each("struck", ["receiver", "first on_lost"])
+def test_every_on_lost_is_called_after_a_time_limit(using, struck, handled_by):
+    """The hold may be that of another thread, too, which was not struck."""
+    told = []
+
+    def on_lost(hold):
+        if struck == "first on_lost":
+            strike()
+
+    first = db_lock("a", using=using, on_lost=on_lost)
+    other = db_lock("a", using=using, on_lost=told.append)
+    handled_by(limit)
+    receiver = received(lock_lost, strike) if struck == "receiver" else nullcontext()
+    with pytest.raises(LockLost), receiver, first as hold, other:
+        expire(hold)
+        with pytest.raises(SoftLimitError):
+            hold.check()
+    assert told == [hold]
+
+
+@ALIASES
 def test_every_receiver_is_called_after_a_time_limit(using, handled_by, signalled):
     """The other receivers learn of the event too."""
     handled_by(limit)
