@@ -31,7 +31,7 @@ def leave_together(
     trouble: Exception | None = None
     try:
         effects = _leave_simply(entries, failed=failed, by=by)
-        done, trouble = _release_together(effects, failed=failed)
+        done, trouble = _release_together(effects)
         for entry, effect in effects.items():
             hold: Holding = entry.hold
             try:
@@ -96,18 +96,19 @@ def _report_if_lost(entry: Entry, effect: Effect) -> None:
         entry.hold.report_loss()
 
 
-def _release_together(
-    effects: dict[Entry, Effect], *, failed: bool
-) -> tuple[bool, Exception | None]:
+def _release_together(effects: dict[Entry, Effect]) -> tuple[bool, Exception | None]:
     """Release keys in one request. Return whether all were held, and the error."""
     entries = [one for one in effects if effects[one] is Effect.RELEASE]
     for entry in entries:
         entry.hold.unwatch()
-    if len(entries) > 1:
+    # An inner block of one of them may have failed.
+    failed = {entry.hold.life.state.failed for entry in entries}
+    if len(entries) > 1 and len(failed) == 1:
         first: Holding = entries[0].hold
         claims = [entry.hold.claim for entry in entries]
         try:
-            return first.ask(first.backend.release_all, claims, failed=failed), None
+            release_all = first.backend.release_all
+            return first.ask(release_all, claims, failed=failed.pop()), None
         except LockBackendError as error:
             # In a transaction, which is broken now, each hold handles this itself.
             if first.scope == "lease":

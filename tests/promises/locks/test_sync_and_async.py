@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 import time
@@ -185,6 +186,20 @@ async def test_a_failed_block_releases_with_the_status_failed(do, using):
             pass
         found = await do.sync(row, "stock:7")
         assert (found.state, found.status) == ("free", status)
+
+
+@sync_and_async
+async def test_a_failed_inner_block_counts_for_each_of_several_keys(do):
+    """As it does for a lock on one key."""
+    async with do.block(db_lock("stock:7", "stock:8")):
+        with contextlib.suppress(KeyError):
+            async with do.block(db_lock("stock:7")):
+                raise KeyError
+    statuses = {key: (await do.sync(row, key)).status for key in ("stock:7", "stock:8")}
+    assert statuses == {
+        "stock:7": ResourceLock.Status.FAILED,
+        "stock:8": ResourceLock.Status.SUCCEEDED,
+    }
 
 
 @HERE
