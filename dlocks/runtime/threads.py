@@ -65,7 +65,9 @@ class BackgroundThread:
 
     @property
     def is_running(self) -> bool:
-        return self.thread is not None and self.thread.is_alive()
+        # Read once, because the thread may end at any moment.
+        thread = self.thread
+        return thread is not None and thread.is_alive()
 
     def start(self) -> threading.Thread | None:
         """Start the thread unless it runs, and return it if it was started.

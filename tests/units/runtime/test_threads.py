@@ -86,6 +86,20 @@ def test_a_thread_works_although_another_start_at_once_was_interrupted(starts, t
     assert worked.wait(10)
 
 
+def test_a_thread_that_ends_during_a_look_causes_no_error():
+    class Ending(BackgroundThread):
+        @property
+        def thread(self):
+            return reads.pop(0)
+
+        @thread.setter
+        def thread(self, thread):
+            pass
+
+    reads = [threading.current_thread(), None]
+    assert Ending("dlocks-tested", int).is_running
+
+
 def test_one_of_two_threads_that_are_started_at_once_works(starts, threads):
     both_look, are_current, may_end = Barrier(2), SimpleQueue(), Event()
 
