@@ -87,7 +87,9 @@ class LockPolicy:
                 raise TypeError(
                     f"on_lost must be callable, not {type(self.on_lost).__name__}"
                 )
-            if inspect.iscoroutinefunction(self.on_lost):
+            # Or an object that is called like one.
+            calls = self.on_lost, self.on_lost.__call__
+            if any(map(inspect.iscoroutinefunction, calls)):
                 raise TypeError(
                     "on_lost cannot be a coroutine function, because it is called in a"
                     " thread without an event loop."

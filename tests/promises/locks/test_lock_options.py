@@ -361,6 +361,21 @@ def test_every_duration_of_a_lock_can_be_a_timedelta():
     assert raised.value.timeout == 0.02
 
 
+def test_an_on_lost_that_nothing_would_await_is_refused():
+    """A loss would be reported to no code."""
+
+    async def on_lost(hold):
+        pass
+
+    class Lost:
+        async def __call__(self, hold):
+            pass
+
+    for one in on_lost, functools.partial(on_lost), Lost(), Lost().__call__:
+        with pytest.raises(TypeError, match="on_lost cannot be a coroutine function"):
+            db_lock("a", on_lost=one)
+
+
 def test_an_impossible_timedelta_is_refused():
     for name in ("timeout", "ttl", "max_hold", "min_hold"):
         for wrong in (timedelta(seconds=-1), timedelta(days=200_000)):
