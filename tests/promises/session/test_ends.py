@@ -2,9 +2,11 @@
 
 import asyncio
 import contextlib
+import gc
 import os
 import queue
 import signal
+import sys
 import threading
 import time
 
@@ -241,6 +243,59 @@ def test_a_signal_handler_gets_an_error_instead_of_a_deadlock(
         with lock() as held:
             held.check()
     assert errors
+
+
+@pytest.fixture
+def collect_in_new_threads():
+    """Return a function that lets the garbage collector run in each new thread.
+
+    It calls a function there, once in each thread, as it would call a ``__del__()``.
+    """
+    thresholds, known, function = gc.get_threshold(), set(), None
+
+    def collected(phase, _):
+        thread = threading.get_ident()
+        if phase == "start" and thread not in known:
+            known.add(thread)
+            function()
+
+    def begin(strike):
+        nonlocal function
+        function = strike
+        known.update(one.ident for one in threading.enumerate())
+        gc.callbacks.append(collected)
+        gc.set_threshold(1, 1_000_000, 1_000_000)
+
+    yield begin
+    gc.set_threshold(*thresholds)
+    gc.callbacks.remove(collected)
+
+
+@pytest.mark.skipif(
+    sys.version_info >= (3, 14), reason="collects nothing before a thread has started"
+)
+def test_garbage_in_a_thread_that_starts_stops_no_caller(
+    collect_in_new_threads, held_elsewhere, in_queue, threads, is_busy
+):
+    """The collector ends abandoned blocks in new threads of dlocks."""
+
+    def abandoned(number):
+        with lock(f"abandoned:{number}"):
+            yield
+
+    blocks = [abandoned(number) for number in range(5)]
+    for block in blocks:
+        next(block)
+    left = list(blocks)
+    release = held_elsewhere()
+    collect_in_new_threads(lambda: left and left.pop().close())
+    thread = threads(lambda: lock(timeout=60).acquire().release())
+    in_queue(1)
+    release()
+    thread.join(60)
+    assert len(left) < 4
+    ended = [f"abandoned:{number}" for number in range(len(left), 5)]
+    assert not any(is_busy(key, "session") for key in ended)
 
 
 # Replies that are late, and servers that are silent.
