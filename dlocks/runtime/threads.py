@@ -98,10 +98,18 @@ class BackgroundThread:
         """Let ``start()`` start another thread, because this one is about to end."""
         self.thread = None
 
-    def _begin(self) -> None:
+    def take(self) -> bool:
+        """Let this thread be the current one unless another runs. Return whether it is.
+
+        Each new thread does so. One of a pool may take the place of another one.
+        """
         with self._mutex:
             if not self.is_running:
                 self.thread = threading.current_thread()
+            return self.is_current
+
+    def _begin(self) -> None:
+        self.take()
         self._target()
 
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dlocks.backends.quorum.members import Member
+from dlocks.backends.quorum.members import THREADS, Member
 from dlocks.runtime.threads import BackgroundThread, Latch
 
 pytest_plugins = ["tests.moments"]
@@ -114,6 +114,25 @@ def test_one_of_two_threads_that_are_started_at_once_works(starts, threads):
     assert {are_current.get(timeout=10) for _ in range(2)} == {True, False}
     assert background.is_running
     may_end.set()
+
+
+def test_many_callers_at_once_ask_a_member_by_a_few_threads(starts, threads):
+    """Each thread has connections of its own, whose number the server limits."""
+    member = Member("tested", SimpleNamespace(close=lambda: None))
+    callers, asked_in, may_reply = 3 * THREADS, SimpleQueue(), Event()
+
+    def question(member):
+        asked_in.put(threading.current_thread())
+        may_reply.wait(10)
+
+    starts += [partial(Barrier(callers).wait, 10)] * callers
+    for one in [threads(partial(member.ask, question)) for _ in range(callers)]:
+        one.join(10)
+    first = {asked_in.get(timeout=10) for _ in range(THREADS)}
+    may_reply.set()
+    rest = {asked_in.get(timeout=10) for _ in range(callers - THREADS)}
+    assert len(first) == THREADS
+    assert rest <= first
 
 
 def test_a_member_of_a_quorum_is_never_asked_in_the_thread_of_a_caller(starts, threads):
