@@ -88,8 +88,8 @@ class LockPolicy:
                     f"on_lost must be callable, not {type(self.on_lost).__name__}"
                 )
             # Or an object that is called like one.
-            calls = self.on_lost, self.on_lost.__call__
-            if any(map(inspect.iscoroutinefunction, calls)):
+            on_lost: Any = self.on_lost
+            if any(map(inspect.iscoroutinefunction, (on_lost, on_lost.__call__))):
                 raise TypeError(
                     "on_lost cannot be a coroutine function, because it is called in a"
                     " thread without an event loop."

@@ -75,7 +75,7 @@ class Member:
         return future
 
     def _loop(self) -> None:
-        has_place = any([thread.is_current for thread in self._threads])
+        has_place = any(thread.is_current for thread in self._threads)
         if not (has_place or any(map(BackgroundThread.take, self._threads))):
             # Callers that asked at once have started more threads than are allowed.
             return
