@@ -134,7 +134,7 @@ def test_an_interrupt_before_a_block_keeps_the_key_for_its_min_hold(
 ):
     """The thread that acquired the hold has ended, and the block takes its place."""
     for number in itertools.count():
-        lock = db_lock(f"stock:{number}", using="memory", min_hold=60)
+        lock = db_lock(f"rested:{number}", using="memory", min_hold=60)
         acquiring = threads(lock.acquire)
         acquiring.join(10)
         (hold,) = acquiring.results
