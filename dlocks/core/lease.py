@@ -85,7 +85,9 @@ class Lease:
     @property
     def can_grow(self) -> bool:
         """Return whether a renewal may extend it, at most until ``max_hold``."""
-        return self.deadline < min(self.last_at, self.renewed_until)
+        longest = min(self.last_at, self.renewed_until)
+        # A late renewal that begins after ``max_hold`` extends nothing.
+        return self.deadline < longest and clock.now() < self.last_at
 
     def lost_at(self, *, may_be_late: bool) -> float:
         """Return when it is lost unless it is renewed."""

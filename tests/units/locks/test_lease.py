@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from dlocks import db_lock
+from dlocks import LockLost, db_lock
 from tests.internals import clock, keeper
 
 pytest_plugins = ["tests.moments"]
@@ -104,3 +104,23 @@ def test_a_renewal_after_the_look_at_the_deadline_is_no_loss(renewed_after_the_l
 
 def test_a_renewal_while_its_caller_checks_a_hold_is_no_loss(renewed_after_the_look):
     renewed_after_the_look.check()
+
+
+# The end of a lease that may be renewed after its deadline.
+
+
+@pytest.mark.engine("sqlite")
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize("use", ["check", "renew"])
+def test_a_late_lease_does_not_go_on_after_its_max_hold(use, until):
+    """On SQLite, a transaction may keep renewals waiting until then."""
+    hold = db_lock("stock:7", max_hold=0.3).acquire()
+    (holding,) = hold._parts
+    # Only the test looks at it.
+    keeper.remove(holding)
+    holding.lease.shorten(clock.now())
+    until(lambda: clock.now() > holding.lease.last_at)
+    with pytest.raises(LockLost, match="max_hold"):
+        getattr(hold, use)()
+    with pytest.raises(LockLost):
+        hold.release()
