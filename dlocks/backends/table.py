@@ -121,6 +121,9 @@ def acquire(state: KeyState, claim: Claim, at: Moment) -> tuple[KeyState, Grant 
     held = state.held
     if claim.beside and state.is_held and held and held.claim.owner == claim.beside:
         # The caller itself holds the key exclusively, and will share it later.
+        state = _without_ended_shares(state, at)
+        if len(state.shares) >= claim.permits:
+            return state, None
         return _granted(state, claim, at, claim.ttl)
     if state.expires_in(at) > 0:
         return state, None

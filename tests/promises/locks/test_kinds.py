@@ -275,6 +275,22 @@ def test_reentering_takes_no_further_permit(in_other_thread):
 
 
 @for_each("using", ["default", "memory"])
+def test_the_holder_of_the_key_gets_no_more_permits_than_allowed(using, attempt):
+    """It keeps them when it releases the key, as a writer keeps its read lock."""
+    options = {"using": using, "timeout": 0, "reentrant": False}
+    permit = db_semaphore("api", permits=2, **options)
+    alone = db_lock("api", using=using).acquire()
+    holds = [permit.acquire(), permit.acquire()]
+    with pytest.raises(LockTimeout, match="all 2 permits are held by"):
+        permit.acquire()
+    alone.release()
+    assert attempt(permit) is None
+    holds.pop().release()
+    assert attempt(permit)
+    holds.pop().release()
+
+
+@for_each("using", ["default", "memory"])
 def test_an_expired_reader_excludes_for_the_grace(using, settings, attempt):
     """A writer waits for the grace of a shared hold, as for that of any other."""
     before = settings.DLOCKS
