@@ -360,7 +360,7 @@ class Holders:
                 if (
                     outcome := self._release_locked(claim, status, rest_for, began)
                 ) is not None:
-                    return outcome
+                    return outcome or released
                 let_renewals_pass()
             else:
                 if not key.state.queue:

@@ -366,6 +366,25 @@ def test_a_release_whose_reply_is_lost_is_a_release(proxy, proxied):
         assert other.call(jobs.release_all) == ["released"]
 
 
+@ALL
+def test_a_reader_whose_release_has_no_reply_has_released(proxy, proxied):
+    """Its retry finds the row locked by the transaction of the next writer."""
+    reader, writer = proxied
+    key, go_on = "reply to a reader", threading.Event()
+    assert isinstance(reader.call(jobs.acquire, key, shared=True), int)
+    try:
+        proxy.swallow(b"COMMIT", until=go_on)
+        reader.start(jobs.release_all)
+        assert proxy.swallowed.wait(10)
+        writer.start(jobs.hold_in_transaction, key, timeout=30)
+        assert isinstance(writer.hear(), int)
+    finally:
+        go_on.set()
+    assert reader.hear() == ["released"]
+    writer.tell()
+    assert writer.hear() == "ended"
+
+
 @pytest.fixture
 def killing(doomed):
     """Return two processes, and a function that kills the sessions of the first."""
