@@ -309,8 +309,8 @@ class Backend:
         """Extend the lease of each claim to its full ttl from now.
 
         Return the seconds left by owner, counted from the time of this call. An owner
-        that is missing has lost its hold. If a claim could not be extended at the
-        moment, its remaining lease is returned.
+        that is missing has lost its hold. If a claim could not be renewed at the
+        moment, its remaining lease is returned, or less than the ttl if that is longer.
 
         An expired lease is only extended for a claim that is ``late``, by a backend
         that ``renews_late``.

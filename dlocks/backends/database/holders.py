@@ -21,7 +21,7 @@ from dlocks.backends import table as rules
 from dlocks.backends.base import HANDOVER_LEASE, TableLockedError
 from dlocks.backends.database.queue import Queue
 from dlocks.backends.database.session import RowLockedError
-from dlocks.backends.database.state import Key, batches
+from dlocks.backends.database.state import MOMENT, Key, batches
 from dlocks.backends.database.store import Store
 from dlocks.backends.table import KeyState, Moment
 from dlocks.exceptions import LockBackendError, LockStale
@@ -198,10 +198,9 @@ class Holders:
             return {owner: left for one in each for owner, left in one.items()}
         # Some claims are lost, or their rows were locked, perhaps by a transaction of
         # this process that pins one. Valid leases are kept.
-        left = self.left(claims)
         return {
-            owner: 0.0 if observed else min(seconds, ttls[owner])
-            for owner, seconds in left.items()
+            owner: 0.0 if observed else _kept(seconds, ttls[owner])
+            for owner, seconds in self.left(claims).items()
         }
 
     # Verification.
@@ -512,6 +511,14 @@ class Holders:
         with suppress(RowLockedError, LockStale):
             result = self.store.step_all([one.key for one in claims], work, **options)
         return result, not result and self.session.raw is not session
+
+
+def _kept(seconds: float, ttl: float) -> float:
+    """Return what is left of a lease that was perhaps not renewed.
+
+    A longer lease was not shortened, and its caller may ask for that again.
+    """
+    return min(seconds, ttl) if seconds < ttl + MOMENT else 0.99 * ttl
 
 
 class OwnerOf(Expression):

@@ -332,6 +332,23 @@ def test_a_row_that_is_locked_for_a_moment_is_renewed_then(worker):
 
 
 @SERVERS
+def test_a_lease_becomes_shorter_although_its_row_is_locked_for_a_moment(worker):
+    """Otherwise others would wait longer for a process that is killed then."""
+    refused = pytest.raises(LockBackendError, match="'stock:7' could not be ext")
+    with db_lock("stock:7", ttl=600) as hold:
+        with unlocked_after(0.1, worker, jobs.lock_row, "stock:7"):
+            hold.renew(ttl=60)
+            assert 55 < hold.remaining <= left_for_others("stock:7")[0] + 0.1 <= 60.1
+        with worker.doing(jobs.lock_row, "stock:7"), refused:
+            hold.renew(ttl=30)
+        assert 25 < hold.remaining <= 30
+        with unlocked_after(0.1, worker, jobs.lock_row, "stock:7"):
+            text = hold.detach(within=9)
+    assert left_for_others("stock:7")[0] <= 9
+    resume_hold(text).release()
+
+
+@SERVERS
 def test_a_session_stays_for_as_long_as_the_new_ttl(settings):
     """The server ends a session that is idle for longer than the ttl."""
     session = settings.DLOCKS["session"]
