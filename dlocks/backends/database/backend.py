@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from django.db import IntegrityError, transaction
+from django.db import transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 # functools has a mutex in Python 3.11, which a forked child could find locked.
@@ -203,9 +203,6 @@ class DatabaseBackend(Backend):
         except RowLockedError:
             self._refuse_locked_table()
             grant = self.holders.grant_again(claim)
-        except IntegrityError as error:
-            # A trigger or a constraint of the project refuses the row.
-            raise self.session.failure(error) from error
         if grant is None:
             self._refuse(claim)
         return grant

@@ -9,7 +9,7 @@ from typing import Any
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
-from django.db.utils import Error
+from django.db.utils import Error, IntegrityError
 
 from dlocks.exceptions import LockBackendError
 from dlocks.sql.engines import Engine, sqlstate_of
@@ -91,6 +91,14 @@ def interrupt_in(
             return error
         error = error.__context__
     return None
+
+
+def is_refused(error: LockBackendError) -> bool:
+    """Return whether a constraint, or a trigger, has refused what a request writes.
+
+    Perhaps another row has the same number already.
+    """
+    return isinstance(error.__cause__, IntegrityError)
 
 
 def is_in_statement() -> bool:

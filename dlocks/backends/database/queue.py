@@ -17,11 +17,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from django.db import IntegrityError
-
 from dlocks.backends import table as rules
 from dlocks.backends.base import HANDOVER_LEASE, HEARTBEAT_TIMEOUT
 from dlocks.backends.database import notify
+from dlocks.backends.database.failures import is_refused
 from dlocks.backends.database.session import RowLockedError
 from dlocks.backends.database.state import RESERVED, Key
 from dlocks.backends.database.store import Store
@@ -87,9 +86,9 @@ class Queue:
             if position is None and (number := self._join_at_once(claim, channel)):
                 return Ticket(position=number)
             return self._join_by_step(claim, channel, position)
-        except IntegrityError as error:
-            if position is None:
-                raise self.session.failure(error) from error
+        except LockBackendError as error:
+            if position is None or not is_refused(error):
+                raise
             # Another claim has this position.
             return self.join(claim, channel, None)
         except RowLockedError:
@@ -132,7 +131,9 @@ class Queue:
         try:
             insert = partial(self.store.insert_claim, claim, channel, position)
             self.session.run(self.session.transaction, insert)
-        except IntegrityError:
+        except LockBackendError as error:
+            if not is_refused(error):
+                raise
             if position is not None and self.row_of(claim) is None:
                 return self._join_locked(claim, channel, None)
         except RowLockedError:

@@ -16,7 +16,6 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import (
     DatabaseError,
     Error,
-    IntegrityError,
     InterfaceError,
     OperationalError,
 )
@@ -427,8 +426,6 @@ class Session:
                         call = partial(work, *arguments)
                         return call_as_writer(connection, call, flush=flush)
                     return work(*arguments)
-            except IntegrityError:
-                raise
             except Error as error:
                 interrupt = interrupt_in(connection, error, handled)
                 if interrupt is not None:

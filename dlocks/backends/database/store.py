@@ -13,12 +13,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from django.db import Error, IntegrityError
+from django.db import Error
 from django.db.models import CharField, Func, Value
 
 from dlocks.backends import table as rules
 from dlocks.backends.base import HEARTBEAT_TIMEOUT, UnstorableKeyError
-from dlocks.backends.database.failures import unusable
+from dlocks.backends.database.failures import is_refused, unusable
 from dlocks.backends.database.notify import Notifications
 from dlocks.backends.database.session import RowLockedError, Session, StepError
 from dlocks.backends.database.state import (
@@ -243,8 +243,9 @@ class Store:
                         raise RowLockedError from error
                 elif not self.create(keys, until) and clock.real_now() > began + wait:
                     raise RowLockedError from error
-            except IntegrityError:
-                if not draws or clock.real_now() > began + ABSENT_FOR:
+            except LockBackendError as error:
+                is_late = clock.real_now() > began + ABSENT_FOR
+                if not (draws and is_refused(error)) or is_late:
                     raise
             except RowLockedError:
                 left = began + wait - clock.real_now()

@@ -99,6 +99,18 @@ def test_a_claim_that_a_trigger_refuses_is_an_error(in_other_thread):
 
 
 @pytest.mark.engine("postgresql", "sqlite")
+def test_each_request_that_a_trigger_refuses_is_an_error_of_the_backend():
+    """Code that handles the errors of locks handles it."""
+    for key in "a", "b":
+        db_lock(key).acquire().release()
+    several, hold = db_lock("a", "b"), db_lock("stock:7").acquire()
+    with rows.trigger("BEFORE UPDATE", ResourceLock, **REFUSE):
+        for request in hold.check, hold.renew, several.try_acquire, hold.release:
+            with pytest.raises(LockBackendError, match="refused by a test"):
+                request()
+
+
+@pytest.mark.engine("postgresql", "sqlite")
 def test_a_row_that_a_trigger_keeps_unchanged_grants_nothing():
     """Otherwise a second caller would find it free as well."""
     locks = db_lock("stock:7"), db_rwlock("stock:7").read(), db_lock("a", "b")
