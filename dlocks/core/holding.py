@@ -433,8 +433,8 @@ class Holding:
             if own is None:
                 raise
             if own.connection.needs_rollback and not was_broken:
-                # The server has rolled it back because another node of the cluster was
-                # first.
+                # The server has rolled it back, because of this error, or because
+                # another node of the cluster was first.
                 raise self.lost_error(
                     "the server has rolled back its transaction"
                 ) from error

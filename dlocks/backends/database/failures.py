@@ -16,6 +16,9 @@ from dlocks.sql.engines import Engine, sqlstate_of
 
 # The status of a connection of psycopg while a statement is running.
 ACTIVE = 1
+# Its status after a statement has failed in a transaction, and the SQLSTATE of all
+# later ones (in_failed_sql_transaction).
+INERROR, REFUSED = 3, "25P02"
 # The code of MySQL and MariaDB for a request that comes before a reply was read.
 OUT_OF_SYNC = 2014
 # The functions of Django's cursor that call the driver.
@@ -91,6 +94,20 @@ def interrupt_in(
             return error
         error = error.__context__
     return None
+
+
+def has_aborted(connection: Any, code: object) -> bool:
+    """Return whether the error with this code has aborted the caller's transaction.
+
+    On PostgreSQL any error does, and on SQLite that of a full disk. Its COMMIT would
+    then write nothing, and raise no error.
+    """
+    raw = connection.connection
+    if raw is None or connection.vendor == "mysql":
+        return False
+    if connection.vendor == "sqlite":
+        return not raw.in_transaction
+    return not raw.closed and raw.info.transaction_status == INERROR and code != REFUSED
 
 
 def is_refused(error: LockBackendError) -> bool:

@@ -28,6 +28,7 @@ from dlocks.backends.base import TableLockedError
 from dlocks.backends.database.failures import (
     abandon,
     failure_of,
+    has_aborted,
     how_to_migrate,
     interrupt_in,
     is_in_statement,
@@ -439,7 +440,8 @@ class Session:
                     raise RowLockedError from error
                 if inside:
                     rolled_back = code in self.engine.rolled_back
-                    if rolled_back and connection.in_atomic_block:
+                    ended = rolled_back or has_aborted(connection, code)
+                    if ended and connection.in_atomic_block:
                         # The server has. Django would commit the later writes of the
                         # caller without the earlier ones.
                         transaction.set_rollback(True, using=self.database)

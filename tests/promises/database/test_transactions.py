@@ -24,7 +24,7 @@ from dlocks import (
     locked_view,
 )
 from dlocks.models import ResourceLock
-from tests import jobs
+from tests import jobs, rows
 from tests.for_each import FAMILY, ROWS, for_each
 from tests.models import Counter
 from tests.settings import ENGINE
@@ -169,6 +169,36 @@ def test_a_database_error_in_the_block_is_raised_unchanged(is_busy):
             cursor.execute("SELECT 1")
         raise DatabaseError("the others go on")
     assert not is_busy()
+
+
+# On SQLite this rolls back the transaction, as a full disk does.
+REFUSE_RELEASES = {
+    "postgresql": """
+BEGIN
+  IF NEW.hold_count = 0 THEN RAISE 'refused by a test'; END IF;
+  RETURN NEW;
+END
+""",
+    "sqlite": """
+WHEN NEW.hold_count = 0 BEGIN SELECT RAISE(ROLLBACK, 'refused by a test'); END
+""",
+}
+
+
+@pytest.mark.driver
+@pytest.mark.engine("postgresql", "sqlite")
+@for_each("keys", [("stock:7",), ("stock:7", "stock:8")])
+def test_a_release_that_fails_in_a_transaction_hides_no_rollback(keys):
+    """The COMMIT after it would write nothing, and raise no error."""
+    for key in keys:
+        db_lock(key).acquire().release()
+    with rows.trigger("BEFORE UPDATE", ResourceLock, **REFUSE_RELEASES):
+        with pytest.raises(LockLost, match="the server has rolled back its trans"):
+            with transaction.atomic(), db_lock(*keys):
+                Counter.objects.create(name="undone")
+    assert not Counter.objects.exists()
+    with db_lock(*keys, timeout=0):
+        pass
 
 
 @SERVERS
