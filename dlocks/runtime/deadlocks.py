@@ -6,6 +6,7 @@ say which keys the waiting callers hold.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from dlocks.values import Waiter, WaitingClaim
@@ -20,29 +21,31 @@ class WaitGraph:
 
     A claim waits for the holders of its key. An exclusive claim, and one behind it in
     the queue, waits for all of them. A permit of a semaphore is granted when one of its
-    holders is done. A holder that does not wait itself will release its key.
+    holders is done. A holder that does not wait itself will release its key. One that
+    several callers use is done when all of them are.
     """
 
     def __init__(self, claims: Sequence[WaitingClaim]) -> None:
         self._claims = {claim.owner: claim for claim in claims}
-        self._by_hold = {
-            held.owner: claim.owner
-            for claim in claims
-            for held in claim.holding
-            if held.owner
-        }
-        self._by_kept_key = {
-            held.key: claim.owner
-            for claim in claims
-            for held in claim.holding
-            if held.kept
-        }
+        # The claims of the callers that use a hold, or a key in a transaction.
+        self._by_hold: defaultdict[str, set[str]] = defaultdict(set)
+        self._by_kept_key: defaultdict[str, set[str]] = defaultdict(set)
+        for claim in claims:
+            for held in claim.holding:
+                if held.owner:
+                    self._by_hold[held.owner].add(claim.owner)
+                if held.kept:
+                    self._by_kept_key[held.key].add(claim.owner)
         groups = {claim.owner: list(self._groups(claim)) for claim in claims}
         stuck = set(groups)
         while True:
             # A claim goes on when any holder in each of its groups is not stuck.
             blocking = {
-                owner: [group for group in groups[owner] if group <= stuck]
+                owner: [
+                    group
+                    for group in groups[owner]
+                    if all(not holder.isdisjoint(stuck) for holder in group)
+                ]
                 for owner in stuck
             }
             still = {owner for owner, ones in blocking.items() if ones}
@@ -50,7 +53,8 @@ class WaitGraph:
                 break
             stuck = still
         self._waits_for = {
-            owner: set[str | None]().union(*ones) for owner, ones in blocking.items()
+            owner: stuck & set[str]().union(*(one for group in ones for one in group))
+            for owner, ones in blocking.items()
         }
 
     def victims(self) -> Mapping[str, Sequence[WaitingClaim]]:
@@ -75,27 +79,27 @@ class WaitGraph:
                 victims[owner] = cycle
         return victims
 
-    def _groups(self, claim: WaitingClaim) -> Iterator[set[str | None]]:
-        """Yield sets of holders. In each, one holder at least has to be done.
+    def _groups(self, claim: WaitingClaim) -> Iterator[list[set[str]]]:
+        """Yield lists of holders. In each, one holder at least has to be done.
 
-        They are given by the claims for which they wait, or by None.
+        They are given by the claims for which their callers wait, if any.
         """
         if claim.held_by is not None:
-            yield {self._by_hold.get(claim.held_by)}
+            yield [self._by_hold[claim.held_by]]
         elif claim.key in self._by_kept_key:
-            yield {self._by_kept_key[claim.key]}
-        sharers = [self._by_hold.get(owner) for owner in claim.shared_by]
+            yield [self._by_kept_key[claim.key]]
+        sharers = [self._by_hold[owner] for owner in claim.shared_by]
         if claim.needs_all:
-            yield from ({sharer} for sharer in sharers)
+            yield from ([sharer] for sharer in sharers)
         elif len(sharers) >= claim.permits:
-            yield set(sharers)
+            yield sharers
 
     def _reached_from(self, owner: str) -> set[str]:
         reached: set[str] = set()
-        following: list[str | None] = [owner]
+        following = [owner]
         while following:
-            for other in self._waits_for.get(following.pop() or "", ()):
-                if other is not None and other not in reached:
+            for other in self._waits_for.get(following.pop(), ()):
+                if other not in reached:
                     reached.add(other)
                     following.append(other)
         return reached

@@ -13,6 +13,7 @@ from django.db import connection, transaction
 from dlocks import LockDeadlock, LockLost, LockTimeout, db_lock, db_semaphore
 from dlocks.backends.database import PessimisticBackend
 from dlocks.models import LockClaim
+from dlocks.testing import held_elsewhere
 from tests import jobs
 from tests.for_each import for_each
 from tests.promises.admin.names import LIST
@@ -218,6 +219,41 @@ def test_a_second_permit_of_the_only_one_is_a_deadlock():
     assert (member.holds, member.waits_for) == (("pool",), "pool")
     assert isinstance(caught.value, LockTimeout)
     assert pickle.loads(pickle.dumps(caught.value)).members == (member,)
+
+
+def test_a_deadlock_of_one_of_two_threads_with_a_hold_is_found(threads, until, queued):
+    """The other thread with the hold waits too, for a caller that will go on."""
+    hold = db_lock("a").acquire()
+    entered = threading.Event()
+
+    def use(key):
+        with hold, db_lock(key, timeout=60):
+            return key
+
+    def nest():
+        with db_lock("b", timeout=60):
+            entered.set()
+            assert use_queued.wait(60)
+            with pytest.raises(LockDeadlock) as caught:
+                db_lock("a", timeout=60).acquire()
+            return caught.value
+
+    use_queued = threading.Event()
+    with held_elsewhere("c"):
+        patient = threads(lambda: use("c"))
+        until(lambda: queued() == 1)
+        other = threads(nest)
+        assert entered.wait(60)
+        user = threads(lambda: use("b"))
+        until(lambda: queued() == 2)
+        use_queued.set()
+        other.join(60)
+        user.join(60)
+        assert not patient.results
+    patient.join(60)
+    (error,) = other.results
+    assert [one.waits_for for one in error.members] == ["b", "a"]
+    hold.release()
 
 
 @SERVERS

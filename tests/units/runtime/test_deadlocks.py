@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import permutations
+
 import pytest
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
@@ -53,6 +56,19 @@ def test_the_last_caller_behind_a_deadlock_is_not_refused():
     assert victims(first, second, waits(3, "c", "a")) == {"b waits"}
     assert victims(waits(1, "a", "b", silent=1.0), second) == {"b waits"}
     assert victims(waits(1, "a", "b", silent=2.0), second) == set()
+
+
+def test_each_caller_that_uses_a_hold_can_be_part_of_a_deadlock():
+    """Here two use that of a. One of them waits for a holder that will be done."""
+    claims = [
+        waits(1, "a", "b"),
+        replace(waits(2, "a", "c"), owner="the other waits"),
+        waits(3, "b", "a"),
+    ]
+    for found in permutations(claims):
+        victims = WaitGraph(found).victims()
+        assert victims.keys() == {"b waits"}
+        assert victims["b waits"] == [claims[0], claims[2]]
 
 
 def test_a_deadlock_is_reported_only_if_it_lasts(monkeypatch):
