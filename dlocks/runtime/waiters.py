@@ -30,7 +30,7 @@ from dlocks.runtime.keeper import OUTSIDE_TIMEOUT
 from dlocks.runtime.pools import use_private_connections
 from dlocks.runtime.process import each_in_child
 from dlocks.runtime.requests import request
-from dlocks.runtime.threads import BackgroundThread, Flag, Latch, new_mutex
+from dlocks.runtime.threads import BackgroundThread, Flag, Latch, Mutex, new_mutex
 from dlocks.runtime.workers import IDLE_CLOSE_AFTER
 from dlocks.values import Claim, Grant, Ticket, WaitingClaim
 
@@ -58,8 +58,9 @@ class Waiter:
     given: tuple[Grant, float] | None = None
     error: LockBackendError | None = None
     position: int | None = None
-    # Held while the claim rejoins the queue, and once the waiter has left for good.
-    mutex: threading.Lock = field(default_factory=threading.Lock)
+    # Held while the claim rejoins the queue. Reentrant, so that a second removal
+    # completes one that was interrupted.
+    mutex: Mutex = field(default_factory=threading.RLock)
     is_queued: bool = False
     # When to poll for it next, at the latest.
     poll_at: float = 0.0
@@ -174,11 +175,11 @@ class Waiters:
     def remove(self, waiter: Waiter) -> None:
         """Remove a waiter. From now on nothing returns its claim to the queue."""
         with self._mutex:
-            left = self._waiters.pop(waiter.claim.owner, None)
+            self._waiters.pop(waiter.claim.owner, None)
             self._removed_at = clock.now()
-        if left:
-            # A request to return it may hang. That claim is soon skipped.
-            waiter.mutex.acquire(timeout=OUTSIDE_TIMEOUT)
+        # A request to return it may hang. That claim is soon skipped.
+        if waiter.mutex.acquire(timeout=OUTSIDE_TIMEOUT):
+            waiter.mutex.release()
 
     def poll_now(self) -> None:
         """Poll in the caller's thread, after a test has moved a frozen clock."""
@@ -389,6 +390,10 @@ class Waiters:
         if waiter.woken or not waiter.mutex.acquire(blocking=False):
             return None
         try:
+            with self._mutex:
+                has_left = waiter.claim.owner not in self._waiters
+            if has_left:
+                return None
             return self.backend.enqueue(
                 waiter.claim, self.channel, waiter.position
             ) or Ticket(next_check=0.0)

@@ -1,12 +1,17 @@
 """The waits of a process, all of which a shutdown ends."""
 
+import itertools
+from functools import partial
+
 import pytest
 
 from dlocks import LockShutDown, db_lock, shutdown
 from dlocks.conf import backends
 from dlocks.runtime.waits import Waits
 from dlocks.testing import undo_shutdown
+from tests.internals import Claim, Waiter, Waiters
 
+pytest_plugins = ["tests.moments"]
 pytestmark = [pytest.mark.once, pytest.mark.engine("sqlite")]
 
 
@@ -55,3 +60,18 @@ def test_a_caller_that_is_about_to_join_the_queue_at_a_shutdown_ends(
         undo_shutdown()
     assert not hold.held
     assert not lock.locked()
+
+
+def test_a_waiter_whose_removal_is_interrupted_does_not_rejoin(strike_in_dlocks):
+    """It is removed once more, and its claim is deleted, which a late poll notices."""
+    for number in itertools.count():
+        waiters = Waiters(backends["memory"])
+        waiter = Waiter(Claim(key="stock:7", ttl=30.0), lambda: None)
+        waiters._waiters[waiter.claim.owner] = waiter
+        remove = partial(waiters.remove, waiter)
+        struck = strike_in_dlocks(number, remove, within=("runtime",))
+        remove()
+        assert waiters._rejoin(waiter) is None, number
+        if not struck:
+            break
+    assert number > 3
