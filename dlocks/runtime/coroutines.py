@@ -88,12 +88,14 @@ def waiting_for_a_lock() -> Iterator[None]:
         if place is not None:
             _sync_threads[place] = _sync_threads.get(place) or thread
     waits = [(thread, served)] if thread else []
-    _waiting.extend(waits)
     try:
+        # An interrupt may strike when this call returns.
+        _waiting.extend(waits)
         yield
     finally:
         for wait in waits:
-            _waiting.remove(wait)
+            if wait in _waiting:
+                _waiting.remove(wait)
 
 
 def _is_blocked(place: Any) -> bool:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 
 import pytest
 from asgiref.sync import sync_to_async
 
 from dlocks import db_lock
-from tests.internals import clock
+from tests.internals import clock, coroutines
 
+pytest_plugins = ["tests.moments"]
 pytestmark = [pytest.mark.front, pytest.mark.django_db(transaction=True)]
 
 
@@ -30,3 +32,18 @@ async def test_a_call_checks_a_busy_thread_less_and_less_often(monkeypatch):
     async with db_lock("stock:7", using="memory"):
         assert pauses[:4] == sorted(set(pauses[:4]))
     await sibling
+
+
+def test_an_interrupted_thread_does_not_seem_to_wait(strike_in_dlocks):
+    """Coroutines would not call anything in it any more."""
+
+    def wait():
+        with coroutines.waiting_for_a_lock():
+            pass
+
+    for number in itertools.count():
+        struck = strike_in_dlocks(number, wait, within=("runtime",))
+        assert coroutines._waiting == [], number
+        if not struck:
+            break
+    assert number > 3
