@@ -27,7 +27,7 @@ from dlocks.core.callers import Block, Caller, FrameId
 from dlocks.core.entry import Entry
 from dlocks.core.hold import Hold
 from dlocks.core.losses import LossOfMember
-from dlocks.core.policy import FROM_SETTINGS, FromSettings, LockPolicy
+from dlocks.core.policy import FROM_SETTINGS, FromSettings
 from dlocks.exceptions import LockShutDown
 from dlocks.runtime import clock
 from dlocks.runtime.clock import FOREVER
@@ -74,11 +74,10 @@ class Acquisition:
         self.began = clock.now()
         # The lock and the full key of each attempt. The first prefix is kept, since a
         # coroutine may continue in another thread.
+        self._locks = [
+            (one, key or one._full_key(self.backend)) for one in lock.locks or (lock,)
+        ]
         self._on_lost: LossOfMember | None = None
-        if not lock.locks:
-            self._locks = [(lock, key or lock._full_key(self.backend))]
-        else:
-            self._locks = self._members()
         self.attempts = self._new_attempts()
         # Whether all keys were claimed at once, and whether this counts as a wait.
         self._has_begun = self._waits = False
@@ -87,17 +86,14 @@ class Acquisition:
         # The block that has begun, to be undone if the caller does not enter it.
         self.opened: Block | None = None
 
-    def _members(self) -> list[tuple[LockPolicy, str]]:
-        """Return the locks of the single keys, and their full keys."""
-        locks = self.lock.locks
-        if self.lock.on_lost is not None and len(locks) > 1:
-            self._on_lost = LossOfMember(self.lock.on_lost)
-            locks = [replace(one, on_lost=self._on_lost) for one in locks]
-        return [(one, one._full_key(self.backend)) for one in locks]
-
     def _new_attempts(self) -> list[Attempt]:
         attempts = []
+        if self.lock.on_lost is not None and len(self._locks) > 1:
+            # A new one each time. The loss of an earlier attempt may be reported late.
+            self._on_lost = LossOfMember(self.lock.on_lost)
         for lock, key in self._locks:
+            if self._on_lost is not None:
+                lock = replace(lock, on_lost=self._on_lost)
             # It has no reference to this object. No cycle keeps the hold alive.
             attempt = Attempt(
                 lock,
@@ -173,7 +169,11 @@ class Acquisition:
                 # A hold was lost during the wait. Acquiring it again now would violate
                 # the order of the keys.
                 self.cancel()
-                self.attempts, self._has_begun = self._new_attempts(), False
+                earlier, self.attempts = self.attempts, self._new_attempts()
+                for attempt, before in zip(self.attempts, earlier, strict=True):
+                    # It has waited since the beginning.
+                    attempt.paused = before.paused
+                self._has_begun = False
                 return 0.0
         self._finish(hold, entries)
         return DONE

@@ -369,7 +369,11 @@ class Holding:
     def perform_quietly(self, effect: Effect) -> None:
         """Do what the leave of an entry asks for. An error is only logged."""
         try:
-            self.perform(effect & ~Effect.LOST)
+            if effect & Effect.LOST:
+                # The loss has been reported, or is reported here.
+                self.perform_loss(effect)
+            else:
+                self.perform(effect)
         except LockError as trouble:
             logger.warning("%s", trouble)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from contextlib import ExitStack
+from threading import Event
 
 import pytest
 from django.db import connection, transaction
@@ -15,6 +17,7 @@ from dlocks import (
     LockTimeout,
     db_lock,
     lock_acquired,
+    lock_lost,
     lock_released,
 )
 from dlocks.models import LockClaim, ResourceLock
@@ -22,6 +25,7 @@ from dlocks.testing import frozen_clock, held_elsewhere, lose
 from tests import jobs
 from tests.for_each import FAMILY, LEASES, for_each
 from tests.promises.locks.keys import clear, is_taken, queued, row
+from tests.promises.received import received
 from tests.timing import NotYetError, TooLateError, in_time
 from tests.volume import volume
 
@@ -361,14 +365,84 @@ def test_a_key_lost_during_the_wait_is_acquired_again(until, threads):
     def wait():
         with db_lock("a", "b", timeout=30) as hold:
             hold.check()
-            return hold.held
+            return hold.held, hold.waited > 0
 
     waiting = threads(wait)
     until(queued("b").exists)
     lose("a")
     release()
     waiting.join(60)
-    assert waiting.results == [True]
+    assert waiting.results == [(True, True)]
+
+
+def test_a_key_lost_during_the_wait_is_no_loss_of_the_hold(until, threads):
+    """Its report may come late. ``on_lost`` concerns what the caller has received."""
+    told, given, release = [], [], lend("b")
+    reports, may_report, may_end = Event(), Event(), Event()
+
+    def report_slowly(**kwargs):
+        reports.set()
+        assert may_report.wait(60)
+
+    def work():
+        with db_lock("a", "b", timeout=30, on_lost=told.append) as hold:
+            given.append(hold)
+            assert may_end.wait(60)
+
+    worker = threads(work)
+    until(queued("b").exists)
+    with received(lock_lost, report_slowly):
+        losing = threads(lambda: lose("a"))
+        assert reports.wait(60)
+        release()
+        until(lambda: given)
+        may_report.set()
+        losing.join(60)
+        assert told == []
+        lose("a")
+    assert told == given
+    may_end.set()
+    with pytest.raises(LockLost):
+        worker.join(60)
+
+
+def test_a_key_lost_during_the_wait_is_signalled_as_lost(until, threads, signalled):
+    """Once, even if its caller leaves it before the loss is reported."""
+    is_reported, may_report, release = Event(), Event(), lend("b")
+    losses = []
+
+    def report_slowly(record):
+        if "'a' was lost by" in record.getMessage():
+            losses.append(record)
+            is_reported.set()
+            assert may_report.wait(60)
+        return True
+
+    def work():
+        with db_lock("a", "b", timeout=30) as hold:
+            return hold.tokens["a"]
+
+    seen = signalled(lock_released, lock_lost)
+    logger = logging.getLogger("dlocks")
+    logger.addFilter(report_slowly)
+    try:
+        worker = threads(work)
+        until(queued("b").exists)
+        losing = threads(lambda: lose("a"))
+        assert is_reported.wait(60)
+        release()
+        worker.join(60)
+        may_report.set()
+        losing.join(60)
+        until(lambda: [hold.key for signal, hold in seen if signal is lock_lost])
+    finally:
+        logger.removeFilter(report_slowly)
+    assert len(losses) == 1
+    ends = [(signal, hold.token) for signal, hold in seen if hold.key == "a"]
+    assert sorted(ends, key=lambda end: end[1]) == [
+        (lock_lost, min(token for _, token in ends)),
+        (lock_released, worker.results[0]),
+    ]
 
 
 @pytest.mark.front
