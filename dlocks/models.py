@@ -141,7 +141,7 @@ class LockQuerySet(ClockQuerySet):
             state=Case(
                 When(~free | ~shared, then=by_row),
                 _when(Exists(shares.filter(live)), LockState.SHARED),
-                _when(Exists(shares), LockState.STALE),
+                _when(Exists(shares.filter(hold_count__gt=0)), LockState.STALE),
                 default=by_row,
             ),
         )
@@ -156,6 +156,14 @@ class LockQuerySet(ClockQuerySet):
 
 
 class ClaimQuerySet(ClockQuerySet):
+    def by_clock(self, kept: Kept = Kept()) -> Self:  # noqa: B008 (it is immutable)
+        """Also leave out each shared hold that was released and whose rest has ended.
+
+        Its row exists until the next step of its key.
+        """
+        ended = Q(version__isnull=False, hold_count=0, seconds_left__lte=0)
+        return super().by_clock(kept).exclude(ended)
+
     def _state(self, kept: Kept) -> Case:
         live = Q(seconds_left__gt=0) | Q(pk__in=kept.shares)
         queued = Q(version__isnull=True)

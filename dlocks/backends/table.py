@@ -204,9 +204,13 @@ def clear(state: KeyState, version: int, at: Moment) -> tuple[KeyState, bool]:
 
 
 def tidy(state: KeyState, at: Moment) -> tuple[KeyState, int]:
-    """End the expired shared holds. The queue advances."""
+    """End the expired shared holds. The queue advances.
+
+    Return the number of those that were never released.
+    """
     tidied = _without_ended_shares(state, at)
-    return admit(tidied, at), len(state.shares) - len(tidied.shares)
+    ended = [share for share in state.shares if share not in tidied.shares]
+    return admit(tidied, at), sum(share.count > 0 for share in ended)
 
 
 def renew(state: KeyState, claim: Claim, at: Moment) -> tuple[KeyState, bool]:
@@ -284,10 +288,17 @@ def holder(state: KeyState, key: str, at: Moment) -> Holder | None:
     """Return the exclusive holder or the first shared one, which may be stale."""
     held = state.held
     if held is None or (state.is_released and held.end <= at.now):
-        # A live hold comes before a stale one.
-        shares = sorted(state.shares, key=lambda share: share.end <= at.now)
-        held = next(iter(shares), None)
+        held = next(iter(sharers(state, at)), None)
     return None if held is None else holder_of(held, key, at)
+
+
+def sharers(state: KeyState, at: Moment) -> list[Held]:
+    """Return the shared holds, which may be stale. Live ones come first.
+
+    One that was released, and has ended after its ``min_hold``, is none any more.
+    """
+    found = [share for share in state.shares if share.count or share.end > at.now]
+    return sorted(found, key=lambda share: share.end <= at.now)
 
 
 def holder_of(held: Held, key: str, at: Moment) -> Holder:

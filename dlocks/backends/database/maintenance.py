@@ -120,8 +120,8 @@ class Maintenance:
     def tidy(self, key: str) -> int:
         """Delete the ended shared holds and the dead claims of a key.
 
-        The queue advances. Return the number of shared holds that were deleted, which
-        is zero if the key is locked by a transaction.
+        The queue advances. Return the number of shared holds that were never released,
+        which is zero if the key is locked by a transaction.
         """
         with suppress(RowLockedError):
             return self.store.step(key, rules.tidy)[0]
@@ -144,7 +144,7 @@ class Maintenance:
                 else:
                     yield sum(self.clear(*one, stale_only=True) for one in page)
         claims = self.store.claims.values_list("pk", "key_resource")
-        shares = claims.filter(version__isnull=False, **expired)
+        shares = claims.filter(version__isnull=False, hold_count__gt=0, **expired)
         if dry_run:
             for page in self._pages(shares):
                 mine = [pk for pk, key in page if key.startswith(self.store.prefix())]
@@ -240,7 +240,7 @@ class Maintenance:
             return ()
         holders = [
             self._kept_holder(found, rules.holder_of(one, key, found.at))
-            for one in found.state.shares
+            for one in rules.sharers(found.state, found.at)
         ]
         return sorted(holders, key=lambda one: one.stale)
 

@@ -14,8 +14,8 @@ import pytest
 from django.core.management import call_command
 from django.db import connection, transaction
 
-from dlocks import LockTimeout, db_lock, db_rwlock
-from dlocks.models import ResourceLock
+from dlocks import LockTimeout, db_lock, db_rwlock, db_semaphore
+from dlocks.models import LockClaim, ResourceLock
 from dlocks.testing import abandoned
 from tests import jobs, rows
 from tests.for_each import for_each
@@ -67,6 +67,25 @@ def test_a_released_key_rests_for_its_min_hold():
     with db_lock("report", min_hold=600):
         assert re.search(r"^report +held ", run("list_locks"), re.MULTILINE)
     assert re.search(r"^report +resting ", run("list_locks"), re.MULTILINE)
+
+
+@pytest.mark.storage
+@pytest.mark.django_db(transaction=True)
+def test_a_permit_that_has_rested_for_its_min_hold_is_free():
+    """It was released, so it is not stale, and there is nothing to clear."""
+    permit = db_semaphore("pool", 2, min_hold=600)
+    with permit:
+        pass
+    assert listed("--waiting")["pool"]["sharing"] == 1
+    LockClaim.objects.update(end_time=rows.PAST)
+    assert run("list_locks", "--waiting") == "No locks.\n"
+    pool = listed("--all", "--waiting")["pool"]
+    assert (pool["state"], pool["sharing"], pool["shared_by"]) == ("free", 0, [])
+    assert (permit.holder(), permit.holders()) == (None, [])
+    assert run("dlocks_health", "--using", "default", "--max-stale", "0")
+    for option in (["--dry-run"], []):
+        assert run("reap_locks", *option).startswith("0 stale locks ")
+    assert not LockClaim.objects.exists()
 
 
 def test_keys_and_patterns_filter_the_list():
