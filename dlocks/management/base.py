@@ -21,7 +21,7 @@ from dlocks.backends.database.backend import DatabaseBackend
 from dlocks.backends.database.failures import how_to_migrate, is_unmigrated
 from dlocks.conf import DEFAULT_ALIAS, backends
 from dlocks.exceptions import LockBackendError
-from dlocks.values import seconds
+from dlocks.values import check_prefix, seconds
 
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -106,7 +106,9 @@ class LockCommand(BaseCommand):
     def _backend(self, alias: str) -> Backend:
         try:
             backend = backends[alias]
-        except ImproperlyConfigured as error:
+            # A function may return it, and no tenant is chosen here, for example.
+            check_prefix(backend.prefix)
+        except (ImproperlyConfigured, ValueError) as error:
             raise CommandError(str(error)) from error
         why = backend.unlisted
         if self.needs:

@@ -15,7 +15,7 @@ from dlocks.api import db_lock
 from dlocks.backends.database.backend import DatabaseBackend
 from dlocks.checks import check_alias
 from dlocks.conf import backends
-from dlocks.exceptions import LockBackendError
+from dlocks.exceptions import LockError
 from dlocks.management.base import add_duration, add_flag, seconds_of
 from dlocks.models import LockState
 from dlocks.operations import pages
@@ -88,7 +88,9 @@ class Command(BaseCommand):
                 figures |= _lock_once(alias)
                 if isinstance(backend, DatabaseBackend):
                     figures |= _figures(backend)
-        except (ImproperlyConfigured, LockBackendError, RuntimeError, Error) as error:
+        except (
+            ImproperlyConfigured, LockError, RuntimeError, ValueError, Error
+        ) as error:  # fmt: skip
             problems.append(str(error))
         if (limit := options["max_clock_skew"]) is not None:
             most = seconds_of("--max-clock-skew", limit)

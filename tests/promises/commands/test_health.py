@@ -65,13 +65,17 @@ def test_each_alias_is_reported(settings):
     settings.DLOCKS = {
         "default": {},
         "typo": {"OPTIONS": {"tll": 5}},
+        "tenants": {"OPTIONS": {"prefix": lambda: None}},
         "memory": {"BACKEND": "dlocks.backends.memory.MemoryBackend"},
     }
     out = io.StringIO()
-    with pytest.raises(CommandError, match=r"^Not healthy: typo\.$"):
+    with pytest.raises(CommandError, match=r"^Not healthy: typo, tenants\.$"):
         call_command("dlocks_health", "--json", stdout=out)
     reports = json.loads(out.getvalue())
     assert "'tll'" in reports["typo"]["problems"][0]
+    assert "'prefix'] returned None" in reports["tenants"]["problems"][0]
+    for command in (("list_locks",), ("clear_lock", "a"), ("reap_locks",)):
+        assert "'prefix'] returned None" in refused(*command, "--using", "tenants")
     assert list(reports["memory"]) == ["healthy", "round_trip_ms", "problems"]
     with pytest.raises(CommandError, match="Not healthy: nonsense"):
         run("dlocks_health", "--using", "nonsense")
