@@ -151,7 +151,7 @@ class LeaderElection:
         self._lock = Lock(
             # The name itself is left to the application: a leader may acquire a lock of
             # that name.
-            key=f"{LEADER_PREFIX}{name}",
+            key=LEADER_PREFIX + name,
             using=using,
             timeout=None,
             ttl=FROM_SETTINGS if ttl is None else in_seconds(ttl),
@@ -279,7 +279,8 @@ class LeaderElection:
         the process still leads. Without a ``timeout``, wait for the end of the lead.
 
         Threads that ``on_elected`` started may wait too. The end of the lead wakes all
-        of them, and a later lead does not count as theirs.
+        of them. A thread that is at work then, and waits later, may wait within the
+        next lead. ``hold.held`` says whether its own lead stands.
         """
         deadline = clock.FOREVER
         if timeout is not None:

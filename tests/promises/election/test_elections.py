@@ -8,6 +8,7 @@ import threading
 import time
 from contextlib import ExitStack
 from datetime import timedelta
+from enum import Enum
 from functools import partial
 
 import pytest
@@ -387,6 +388,13 @@ def test_invalid_arguments_of_an_election_are_refused():
     ):
         with pytest.raises(error):
             LeaderElection(**{"name": "a", **arguments})
+
+
+def test_the_name_of_an_election_may_be_a_member_of_an_enum():
+    """It is equal to its text, and so is the election."""
+    names = Enum("names", {"SCHEDULER": "scheduler"}, type=str)
+    for name in ("scheduler", names.SCHEDULER):
+        assert LeaderElection(name).key == "leader:scheduler"
 
 
 # Coroutines.
