@@ -24,10 +24,10 @@ its majority before it counts.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter
+from queue import Empty, SimpleQueue
 from statistics import mode
 from typing import Any, ClassVar
 
@@ -36,7 +36,7 @@ from django.utils.translation import gettext_lazy
 from django.views.decorators.debug import sensitive_variables
 
 from dlocks.backends.base import Backend
-from dlocks.backends.quorum.members import Answers, Member
+from dlocks.backends.quorum.members import Answers, Member, Reply
 from dlocks.exceptions import LockBackendError, LockStale
 from dlocks.runtime import clock
 from dlocks.values import Claim, Grant, Holder, new_owner, seconds
@@ -119,10 +119,12 @@ class QuorumBackend(Backend):
         if answers.yes() >= self.majority:
             return self._granted(claim, term, sent, answers.said.values())
         self._end(claim, term)
-        if not answers.is_refused():
+        if not answers.suffices():
+            # Otherwise the vote is split. A member that calls the key stale may have
+            # missed the release.
             if any(isinstance(error, LockStale) for error in answers.failed.values()):
                 raise LockStale(key=claim.key, holder=self.holder(claim.key))
-            self._enough(answers)
+            raise self._failure(answers)
         return None
 
     def _granted(
@@ -180,7 +182,7 @@ class QuorumBackend(Backend):
                 # The others have lost the grant, or never received the request.
                 for member in self.members():
                     if member.alias in answers.said.keys() - left.keys():
-                        member.ask(take)
+                        member.ask(take, SimpleQueue())
             elif len(answers.said) - len(left) >= self.majority:
                 self._end(claim, term)
             else:
@@ -232,10 +234,10 @@ class QuorumBackend(Backend):
     def refusal(self, claim: Claim) -> str | None:
         if (why := super().refusal(claim)) is not None:
             return why
-        claim = replace(claim, takeover=True)
         ask = [member.backend.refusal for member in self.members()]
-        # A majority has to accept leases, and each of those members the ttl.
-        answers = [one(replace(claim, ttl=0.0)) for one in ask]
+        # A majority has to accept leases, and each of those members the ttl. Each also
+        # has to know whether the last holder released the key.
+        answers = [one(replace(claim, ttl=0.0, takeover=True)) for one in ask]
         if answers.count(None) < self.majority:
             return next(filter(None, answers))
         return next((why for one in ask if (why := one(claim)) not in answers), None)
@@ -297,29 +299,31 @@ class QuorumBackend(Backend):
         not waited for if the other replies are enough. ``cancel`` withdraws requests
         that no thread has begun.
         """
-        asked = {member.ask(question): member for member in self.members()}
-        pending = set(asked)
+        replies: SimpleQueue[Reply] = SimpleQueue()
+        pending = {member: member.ask(question, replies) for member in self.members()}
         answers = Answers(self.majority)
         deadline = clock.real_now() + self.node_timeout
         while pending and not (
-            is_enough(answers) and all(asked[future].silent for future in pending)
+            is_enough(answers) and all(member.silent for member in pending)
         ):
-            left = max(0.0, deadline - clock.real_now())
-            done, pending = wait(pending, left, FIRST_COMPLETED)
-            for future in done:
-                if (error := future.exception()) is None:
-                    answers.said[asked[future].alias] = future.result()
-                else:
-                    answers.failed[asked[future].alias] = error
-            if not done:
+            try:
+                member, said, error = replies.get(
+                    timeout=max(0.0, deadline - clock.real_now())
+                )
+            except Empty:
                 late = TimeoutError(f"no answer within {self.node_timeout:g} s")
-                for future in pending:
-                    asked[future].silent = True
-                    answers.failed[asked[future].alias] = late
+                for member in pending:
+                    member.silent = True
+                    answers.failed[member.alias] = late
                 break
+            del pending[member]
+            if error is None:
+                answers.said[member.alias] = said
+            else:
+                answers.failed[member.alias] = error
         if cancel:
-            for future in pending:
-                future.cancel()
+            for asked in pending.values():
+                asked.is_withdrawn = True
         return answers
 
     def _counted(self, answers: Answers) -> bool:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import suppress
-from functools import partial
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -28,6 +27,24 @@ QUESTIONS = 1000
 IDLE_CLOSE_AFTER = 0.5
 
 
+# A member with its reply, or with the error instead.
+Reply = tuple["Member", Any, BaseException | None]
+
+
+@dataclass(eq=False, slots=True)
+class Question:
+    """A request to one member, whose reply is put into ``replies``.
+
+    That queue is written in C. The condition of a future stays locked if an interrupt
+    strikes its caller, and the member's thread would wait for it for ever.
+    """
+
+    work: Callable[[Member], Any]
+    replies: SimpleQueue[Reply]
+    # Then it is not sent, unless a thread has begun to do so.
+    is_withdrawn: bool = False
+
+
 class Member:
     """One of the backends, with daemon threads of its own for its requests.
 
@@ -46,23 +63,25 @@ class Member:
 
     def _reset(self) -> None:
         self._mutex = new_mutex()
-        self._jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
-        # The number of jobs that are queued or in progress.
+        self._questions: SimpleQueue[Question] = SimpleQueue()
+        # The number of questions that are queued or in progress.
         self._open = 0
         name = f"dlocks-quorum-{self.alias}"
         self._threads = [BackgroundThread(name, self._loop) for _ in range(THREADS)]
 
-    def ask(self, question: Callable[[Member], Any]) -> Future[Any]:
-        future: Future[Any] = Future()
-        job = future, partial(question, self)
+    def ask(
+        self, work: Callable[[Member], Any], replies: SimpleQueue[Reply]
+    ) -> Question:
+        """Let a thread call a function with this member, and put its reply there."""
+        question = Question(work, replies)
         with self._mutex:
             running = sum(thread.is_running for thread in self._threads)
             if self._open > running + QUESTIONS:
                 with suppress(Empty):
-                    self._jobs.get_nowait()
+                    self._questions.get_nowait()
                     self._open -= 1
             self._open += 1
-            self._jobs.put(job)
+            self._questions.put(question)
             has_idle = self._open <= running
         try:
             if not has_idle:
@@ -71,8 +90,8 @@ class Member:
             # No thread can start any more when Python is about to exit.
             if not running:
                 with suppress(Empty):
-                    self._do(*self._jobs.get_nowait())
-        return future
+                    self._answer(self._questions.get_nowait())
+        return question
 
     def _loop(self) -> None:
         has_place = any(thread.is_current for thread in self._threads)
@@ -80,37 +99,37 @@ class Member:
             # Callers that asked at once have started more threads than are allowed.
             return
         use_private_connections()
-        while (job := self._next()) is not None:
-            future, work = job
-            self._do(future, partial(request, work))
+        while (question := self._next()) is not None:
+            request(self._answer, question)
             # A reference kept during the pause would keep the caller's objects alive.
-            del job, future, work
+            del question
         self.backend.close()
 
-    def _next(self) -> tuple[Future[Any], Callable[[], Any]] | None:
-        """Return a job, or None if this thread ends because there is none."""
+    def _next(self) -> Question | None:
+        """Return a question, or None if this thread ends because there is none."""
         while True:
             with suppress(Empty):
-                return self._jobs.get(timeout=IDLE_CLOSE_AFTER)
+                return self._questions.get(timeout=IDLE_CLOSE_AFTER)
             with self._mutex:
-                if self._jobs.empty():
+                if self._questions.empty():
                     for thread in list(one for one in self._threads if one.is_current):
                         thread.end()
                     return None
 
-    def _do(self, future: Future[Any], work: Callable[[], Any]) -> None:
-        reply: Callable[[], None] | None = None
-        if future.set_running_or_notify_cancel():
-            try:
-                reply = partial(future.set_result, work())
+    def _answer(self, question: Question) -> None:
+        reply: Reply = self, None, None
+        try:
+            if not question.is_withdrawn:
+                reply = self, question.work(self), None
                 self.silent = False
-            except BaseException as error:  # noqa: BLE001 (passed to the caller)
-                reply = partial(future.set_exception, error)
+        except BaseException as error:  # noqa: BLE001 (passed to the caller)
+            reply = self, None, error
         with self._mutex:
             # Before the reply, after which the caller may ask the next question.
             self._open -= 1
-        if reply is not None:
-            reply()
+        question.replies.put(reply)
+        # Otherwise an error and the frames of its traceback would be a cycle.
+        del reply
 
 
 _members = each_in_child(Member._reset)

@@ -26,7 +26,14 @@ from dlocks.backends.redis import RedisBackend
 from tests import jobs, timing
 from tests.contract import BackendContract
 from tests.models import Counter
-from tests.promises.backends.others import claim, quorum, redis
+from tests.promises.backends.others import (
+    MEMORY,
+    REDIS,
+    claim,
+    quorum,
+    redis,
+    zookeeper,
+)
 from tests.servers import MariaDB, PostgreSQL, Redis
 from tests.timing import in_time
 from tests.volume import volume
@@ -252,6 +259,32 @@ def test_a_stale_key_is_not_taken_over_without_takeover(redlock):
     for member in redlock.members[2:]:
         assert member.acquire(claim(holder="another"))
     assert redlock.backend.acquire(claim(takeover=False)) is None
+
+
+def test_a_split_vote_is_contention_although_one_member_missed_a_release():
+    """The other members know that the last holder has released the key."""
+    members = [MemoryBackend(name, grace=0.0) for name in "abc"]
+    backend, rival = quorum_of(members), claim()
+    assert members[0].acquire(claim(ttl=0.001))
+    eventually(lambda: members[0].holder("key").stale)
+    # Another claim has the vote of one member, and is about to return it.
+    assert members[1].acquire(rival)
+    assert backend.acquire(claim(takeover=False)) is None
+    assert members[1].release(rival)
+    assert backend.acquire(claim(takeover=False))
+
+
+def test_a_quorum_refuses_takeover_false_if_a_member_does(settings):
+    """Such a member does not notice that the last holder has crashed."""
+    one = zookeeper(1, connect_timeout=0.1)
+    members = {
+        "memory": {"BACKEND": MEMORY},
+        "redis": {"BACKEND": REDIS},
+        "zookeeper": one,
+    }
+    settings.DLOCKS = {**members, "quorum": quorum(members)}
+    with pytest.raises(RuntimeError, match="does not support takeover=False"):
+        db_lock("stock:7", using="quorum", takeover=False, timeout=0).acquire()
 
 
 class ShortMemory(MemoryBackend):

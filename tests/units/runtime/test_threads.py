@@ -126,7 +126,9 @@ def test_many_callers_at_once_ask_a_member_by_a_few_threads(starts, threads):
         may_reply.wait(10)
 
     starts += [partial(Barrier(callers).wait, 10)] * callers
-    for one in [threads(partial(member.ask, question)) for _ in range(callers)]:
+    for one in [
+        threads(partial(member.ask, question, SimpleQueue())) for _ in range(callers)
+    ]:
         one.join(10)
     first = {asked_in.get(timeout=10) for _ in range(THREADS)}
     may_reply.set()
@@ -154,13 +156,13 @@ def test_a_member_of_a_quorum_is_never_asked_in_the_thread_of_a_caller(starts, t
         first_returns.wait(10)
 
     def ask_first():
-        member.ask(question)
+        member.ask(question, SimpleQueue())
         first_returns.set()
 
     starts += [let_second_look, let_first_return]
     first = threads(ask_first)
     assert first_looks.wait(10)
-    second = threads(partial(member.ask, question))
+    second = threads(partial(member.ask, question, SimpleQueue()))
     first.join(20)
     second.join(20)
     assert not {asked_in.get(timeout=10) for _ in range(2)} & {first, second}
