@@ -9,9 +9,9 @@
    value, and notifies the channel of that waiter's process.
 5. Each grant has a larger token than the last one, which Redis remembers for a day. A
    token is also not smaller than the server's clock in microseconds.
-6. A claim that was released or cancelled is remembered for a minute, so a delayed
-   request of it has no effect. So is the call that released it. Every request may
-   therefore be sent again.
+6. A claim that was released, cancelled or handed over is remembered for a minute, so a
+   delayed request of it has no effect. So is the call that released it. Every request
+   may therefore be sent again.
 
 Redis may lose data. After a restart without its data, or a failover to a replica that
 lagged, another caller can acquire a key that is held. Tokens then grow only as far as

@@ -12,8 +12,8 @@ A key has five names in Redis, all in one slot:
 * ``:line``: the owners of the queued claims, by position;
 * ``:claims``: for each queued claim the data that a grant needs, and when its heartbeat
   expires;
-* ``:gone``: the claims that were released or cancelled, the calls that released them,
-  and when. A delayed request of such a claim has no effect.
+* ``:gone``: the claims that were released, cancelled or handed over, the calls that
+  released them, and when. A delayed request of such a claim has no effect.
 """
 
 from __future__ import annotations

@@ -192,6 +192,17 @@ def test_a_late_request_of_a_released_claim_is_ignored(backend):
     assert backend.release(other)
 
 
+def test_a_late_request_of_a_claim_that_was_handed_over_is_ignored(backend):
+    """No caller would renew or release what it acquires."""
+    late, resumed = claim(), claim()
+    assert backend.acquire(late)
+    for _ in range(2):
+        assert backend.exchange(late, resumed)
+    assert backend.release(resumed)
+    assert backend.acquire(late) is None
+    assert backend.acquire(claim())
+
+
 def test_a_key_lost_before_a_repeated_release_is_lost(
     server, aliases, backend, monkeypatch
 ):

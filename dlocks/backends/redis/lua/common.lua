@@ -24,6 +24,13 @@ local function write(owner, holder, ip, ttl)
   return text(token)
 end
 
+-- Let no delayed request of this claim have an effect.
+local function forget(owner)
+  redis.call('ZREMRANGEBYSCORE', gone, '-inf', text(now - GONE_FOR * 1000000))
+  redis.call('ZADD', gone, text(now), owner)
+  redis.call('EXPIRE', gone, GONE_FOR)
+end
+
 local function note_heartbeat(owner)
   redis.call('HSET', claims, 'heard:' .. owner, text(now + HEARTBEAT_TIMEOUT))
   redis.call('PEXPIRE', claims, 60000)

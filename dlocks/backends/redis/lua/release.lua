@@ -5,9 +5,7 @@ leave_queue(me)
 local current = redis.call('GET', lock)
 -- The lease has expired, but no other caller has taken the key over.
 local late = not current and is_stale() and redis.call('HGET', last, 'owner') == me
-redis.call('ZREMRANGEBYSCORE', gone, '-inf', text(now - GONE_FOR * 1000000))
-redis.call('ZADD', gone, text(now), me)
-redis.call('EXPIRE', gone, GONE_FOR)
+forget(me)
 if current ~= me and not late then return 0 end
 redis.call('ZADD', gone, text(now), call)
 redis.call('HSET', last, 'status', ARGV[4], 'count', 0)
