@@ -211,7 +211,8 @@ class ZooKeeperBackend(Backend):
         stats = self.ensemble.ask(*requests, timeout=timeout)
         with self.claims.mutex:
             for entry, stat in zip(entries, stats, strict=True):
-                if stat is not None:
+                # Its own release may have deleted it, which is no loss.
+                if stat is not None or entry.is_deleted:
                     continue
                 self.claims.forget(entry)
 

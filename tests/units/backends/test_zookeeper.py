@@ -344,6 +344,25 @@ def test_a_release_is_false_once_the_expired_lease_has_ended(backend, monkeypatc
         assert not released, rest_for
 
 
+def test_a_renewal_under_way_makes_no_loss_of_a_release_without_a_reply(
+    backend, monkeypatch
+):
+    """It finds that the node is gone before the deletion is sent again."""
+    mine, send = claim(), backend.ensemble.send
+    assert backend.acquire(mine)
+
+    def send_without_reply(*requests, **options):
+        answers = send(*requests, **options)
+        if requests[0][0] == "delete":
+            monkeypatch.undo()
+            backend.renew([mine])
+            raise backend.ensemble._unanswered(None) from ConnectionLoss()
+        return answers
+
+    monkeypatch.setattr(backend.ensemble, "send", send_without_reply)
+    assert backend.release(mine)
+
+
 def test_a_key_that_rests_until_its_release_is_noticed_is_not_lost(
     backend, monkeypatch, until
 ):
