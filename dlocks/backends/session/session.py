@@ -218,6 +218,11 @@ class Session:
             raise SessionDiedError("a pooler has assigned it to another client")
 
     @property
+    def is_new(self) -> bool:
+        """Return whether no request has begun."""
+        return self.asked_at == -math.inf
+
+    @property
     def is_silent(self) -> bool:
         """Return whether a reply is overdue, perhaps that to a statement that waits."""
         return self.is_asking and clock.now() > self.asked_at + REPLY_TIMEOUT

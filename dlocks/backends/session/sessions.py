@@ -337,7 +337,9 @@ class Sessions:
         """Close a session without claims that was not used for ``linger`` seconds."""
         with self._claims.mutex:
             idle_at = session.stood_at + linger
-            if session.at or session.is_asking or clock.now() < idle_at:
+            # A new one has no connection yet. A request on it is about to begin.
+            is_used = session.at or session.is_asking or session.is_new
+            if is_used or clock.now() < idle_at:
                 return
             self._drop(session)
         session.end()

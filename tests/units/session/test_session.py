@@ -202,6 +202,24 @@ def test_a_missed_turn_is_not_granted_while_it_is_released(
 
 
 @SERVERS
+def test_a_session_is_not_closed_as_idle_before_its_first_request(backend, monkeypatch):
+    """With ``linger=0``, the thread that closes sessions may come first each time."""
+    monkeypatch.setattr(backend, "linger", 0.0)
+    session_for, mine = backend.sessions.session_for, claim()
+
+    def session_for_and_close(claim=None):
+        session = session_for(claim)
+        backend.sessions.close_if_idle(session, backend.linger)
+        return session
+
+    monkeypatch.setattr(backend.sessions, "session_for", session_for_and_close)
+    assert backend.acquire(mine)
+    assert backend.release(mine)
+    assert backend.acquire(mine)
+    assert backend.release(mine)
+
+
+@SERVERS
 def test_a_key_that_rests_until_its_release_is_noticed_is_not_lost(
     backend, monkeypatch, until
 ):
