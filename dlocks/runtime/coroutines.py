@@ -94,8 +94,11 @@ def waiting_for_a_lock() -> Iterator[None]:
         yield
     finally:
         for wait in waits:
-            if wait in _waiting:
+            # No call lies before it, where another interrupt could strike.
+            try:  # noqa: SIM105
                 _waiting.remove(wait)
+            except ValueError:
+                pass
 
 
 def _is_blocked(place: Any) -> bool:

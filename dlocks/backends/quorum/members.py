@@ -36,7 +36,7 @@ class Question:
     """A request to one member, whose reply is put into ``replies``.
 
     That queue is written in C. The condition of a future stays locked if an interrupt
-    strikes its caller, and the member's thread would wait for it for ever.
+    strikes its caller, and the member's thread would wait for it without end.
     """
 
     work: Callable[[Member], Any]
