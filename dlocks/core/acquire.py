@@ -74,9 +74,10 @@ class Acquisition:
         self.began = clock.now()
         # The lock and the full key of each attempt. The first prefix is kept, since a
         # coroutine may continue in another thread.
-        self._locks = [
-            (one, key or one._full_key(self.backend)) for one in lock.locks or (lock,)
-        ]
+        if not lock.locks:
+            self._locks = [(lock, key or lock._full_key(self.backend))]
+        else:
+            self._locks = [(one, one._full_key(self.backend)) for one in lock.locks]
         self._on_lost: LossOfMember | None = None
         self.attempts = self._new_attempts()
         # Whether all keys were claimed at once, and whether this counts as a wait.
