@@ -309,8 +309,9 @@ class Backend:
         """Extend the lease of each claim to its full ttl from now.
 
         Return the seconds left by owner, counted from the time of this call. An owner
-        that is missing has lost its hold. If a claim could not be renewed at the
-        moment, its remaining lease is returned, or less than the ttl if that is longer.
+        that is missing has lost its hold. If a row is locked at the moment, its
+        remaining lease is returned. If that is longer than the ttl, less than the ttl
+        is returned instead, because the lease could not be shortened.
 
         An expired lease is only extended for a claim that is ``late``, by a backend
         that ``renews_late``.

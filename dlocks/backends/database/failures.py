@@ -16,9 +16,10 @@ from dlocks.sql.engines import Engine, sqlstate_of
 
 # The status of a connection of psycopg while a statement is running.
 ACTIVE = 1
-# Its status after a statement has failed in a transaction, and the SQLSTATE of all
-# later ones (in_failed_sql_transaction).
-INERROR, REFUSED = 3, "25P02"
+# Its status after a statement has failed in a transaction.
+INERROR = 3
+# The SQLSTATE of each later statement of that transaction (in_failed_sql_transaction).
+IN_FAILED_TRANSACTION = "25P02"
 # The code of MySQL and MariaDB for a request that comes before a reply was read.
 OUT_OF_SYNC = 2014
 # The functions of Django's cursor that call the driver.
@@ -107,7 +108,12 @@ def has_aborted(connection: Any, code: object) -> bool:
         return False
     if connection.vendor == "sqlite":
         return not raw.in_transaction
-    return not raw.closed and raw.info.transaction_status == INERROR and code != REFUSED
+    # An earlier error of the caller has aborted it if this statement was refused.
+    return (
+        not raw.closed
+        and raw.info.transaction_status == INERROR
+        and code != IN_FAILED_TRANSACTION
+    )
 
 
 def is_refused(error: LockBackendError) -> bool:

@@ -514,9 +514,10 @@ class Holders:
 
 
 def _kept(seconds: float, ttl: float) -> float:
-    """Return what is left of a lease that was perhaps not renewed.
+    """Return the seconds left of a lease whose row was locked during a renewal.
 
-    A longer lease was not shortened, and its caller may ask for that again.
+    A lease longer than the ttl was not shortened. Less than the ttl is returned for it,
+    so that its caller tries again.
     """
     return min(seconds, ttl) if seconds < ttl + MOMENT else 0.99 * ttl
 

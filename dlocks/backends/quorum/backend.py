@@ -119,9 +119,9 @@ class QuorumBackend(Backend):
         if answers.yes() >= self.majority:
             return self._granted(claim, term, sent, answers.said.values())
         self._end(claim, term)
+        # If a majority has voted, the vote is split. A member that calls the key stale
+        # may then have missed the release.
         if not answers.suffices():
-            # Otherwise the vote is split. A member that calls the key stale may have
-            # missed the release.
             if any(isinstance(error, LockStale) for error in answers.failed.values()):
                 raise LockStale(key=claim.key, holder=self.holder(claim.key))
             raise self._failure(answers)
