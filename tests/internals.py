@@ -58,6 +58,7 @@ NAMES = {
     "callers": "dlocks.core.callers",
     "keeper": "dlocks.runtime.keeper:keeper",
     "Keeper": "dlocks.runtime.keeper:Keeper",
+    "LOOK_EVERY": "dlocks.runtime.keeper:LOOK_EVERY",
     "Holding": "dlocks.core.holding:Holding",
     "together": "dlocks.core.together",
     "acquire": "dlocks.core.acquire",

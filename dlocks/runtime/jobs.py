@@ -205,6 +205,10 @@ class Workers:
             owner = hold.claim.owner
             if owner in seconds_left:
                 hold.lease.record_answer(sent, seconds_left[owner])
+                if hold.is_lost:
+                    # Its lease expired before the reply. Its callers may have ended,
+                    # and then nothing else would release the key before the new ttl.
+                    self._keeper.post(hold.release_again, backend)
             else:
                 lost.append(hold)
         for number, hold in enumerate(lost):

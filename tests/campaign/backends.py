@@ -10,7 +10,10 @@ import random
 import time
 from contextvars import ContextVar
 
+from django.dispatch import receiver
 from django.utils.module_loading import import_string
+
+from dlocks import lock_lost
 
 # The random numbers of a caller. Background threads have none of their own.
 pauses: ContextVar[random.Random | None] = ContextVar("pauses", default=None)
@@ -20,6 +23,13 @@ LONGEST_IN_BACKGROUND = 0.001
 _ticks = itertools.count(1)
 # When the backend freed the key of an owner, as the number of the event.
 freed: dict[str, int] = {}
+# The owners of holds of which a signal has reported the loss.
+lost: set[str] = set()
+
+
+@receiver(lock_lost)
+def _record_loss(hold, **_):
+    lost.add(hold.owner)
 
 
 def tick() -> int:

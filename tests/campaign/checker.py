@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from tests.campaign.backends import freed
+from tests.campaign.backends import freed, lost
 from tests.campaign.callers import PERMITS, Entry
 from tests.campaign.plans import Plan, letter
 
@@ -108,7 +108,9 @@ def _overlaps(entries, key, mode):
     for entry in entries:
         owner = next(owner for number, owner, _ in entry.parts if number == key)
         end = end_of(entry)
-        if end is not None and entry.outcome != "lost":
+        # A caller that ended without a release learns of no loss.
+        was_reported = entry.leaving is None and owner in lost
+        if end is not None and entry.outcome != "lost" and not was_reported:
             held.append((entry.began, end, owner, entry.hold.lock.shared, entry))
     for one in held:
         # Those who have the key at the beginning of this one, by hold.

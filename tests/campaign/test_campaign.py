@@ -121,8 +121,7 @@ def test_the_checker_detects_a_refusal_of_an_own_key(free):
 
 
 def test_a_round_detects_a_key_that_stays_taken(monkeypatch):
-    for name in ("FREE_AFTER", "ALLOWANCE"):
-        monkeypatch.setattr(rounds, name, 0)
+    monkeypatch.setattr(rounds, "FREE_AFTER", 0)
     one = rounds.Round(plan(Step("pause", ms=1)), alias="memory")
     with held_elsewhere(one.names[0], using="memory"):
         assert "leak" in {finding.kind for finding in one.run()}

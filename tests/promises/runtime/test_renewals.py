@@ -522,6 +522,31 @@ def test_a_loss_is_reported_if_no_thread_can_be_started(monkeypatch, until):
     until(lambda: not any(one.connection for one in connected))
 
 
+def test_a_renewal_that_comes_too_late_keeps_no_key(stops, threads, until):
+    """The first lease from the queue is short. It has expired before the reply.
+
+    The caller has ended without a release, so nothing else would free the key before
+    the ttl that the renewal has granted.
+    """
+    go_on, lost = threading.Event(), queue.SimpleQueue()
+
+    def reply_late(usual, _):
+        reply = usual()
+        assert go_on.wait(20)
+        return reply
+
+    lock = db_lock("stock:7", using="memory", ttl=1_000)
+    waiter = db_lock("stock:7", using="memory", ttl=1_000, on_lost=lost.put)
+    with lock:
+        waiting = threads(waiter.acquire)
+        until(lock.waiters)
+        stops.replace("renew", reply_late)
+    waiting.join()
+    lost.get(timeout=20)
+    go_on.set()
+    until(lambda: not lock.locked(), 20)
+
+
 # What delays no renewal and no loss of another hold.
 
 
