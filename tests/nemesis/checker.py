@@ -41,6 +41,9 @@ SLACK = 0.25
 # Seconds for which a queued claim counts without a heartbeat. A process that died
 # shortly before a gap may cause a part of it.
 HEARTBEAT_TIMEOUT = 2.0
+# Seconds until a hold is released whose thread has ended without a release: two looks
+# of the keeper, and its round.
+FORGOTTEN = 1.0
 # Seconds to reconnect after a fault of a proxy, a pooler or a session.
 RECONNECT = 1.0
 FOREVER = 1e6
@@ -490,8 +493,15 @@ def _occupied(
 
     The lease of a worker that waits for another key is renewed until the worker is
     stopped, although the worker does not record it. A transaction whose process died
-    unnoticed stays open on the server, with its row locks.
+    unnoticed stays open on the server, with its row locks. A thread that ends without a
+    release records only that.
     """
+    if (
+        turn.scope == "lease"
+        and turn.got is not None
+        and turn.gone == FOREVER > turn.end
+    ):
+        return turn.got, min(turn.end + FORGOTTEN, turn.died)
     if (
         turn.scope == "transaction"
         and turn.pid in unnoticed

@@ -208,6 +208,9 @@ def test_the_checker_detects_a_key_that_is_not_granted():
     """
     late = turn(2, 20, 21, 6, asked=10.5)
     assert violations(turn(1, 10, 11, 5), late) == {"releases"}
+    forgotten = turn(1, 10, 11, 5, gone=1e6, answer=None)
+    assert not violations(forgotten, turn(2, 11.9, 14, 6, asked=10.5))
+    assert violations(forgotten, turn(2, 13, 14, 6, asked=10.5)) == {"stuck"}
     killed = turn(1, 10, 11, 5, died=11, **UNKNOWN)
     events = [["kill", 11, 1, "holding", "k"]]
     assert violations(killed, late, events=events) == {"stuck"}
