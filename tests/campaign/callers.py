@@ -316,6 +316,10 @@ class Actor:
     def left(self, entry: Entry, error: BaseException):
         """Record that an entry ended with an error. A loss is checked later."""
         entry.end(error)
+        if "is held by a transaction of another thread" in str(error):
+            # On SQLite, a lock inside of ``hold.atomic()`` is a part of its
+            # transaction, so another thread cannot close a generator that holds it.
+            return
         if not isinstance(error, (LockLost, asyncio.CancelledError)):
             text = f"end of {entry.what}: {type(error).__name__}: {error}"
             kind = "refused" if isinstance(error, RuntimeError) else "error"
