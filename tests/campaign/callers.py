@@ -317,8 +317,8 @@ class Actor:
         """Record that an entry ended with an error. A loss is checked later."""
         entry.end(error)
         if "is held by a transaction of another thread" in str(error):
-            # On SQLite, a lock inside of ``hold.atomic()`` is a part of its
-            # transaction, so another thread cannot close a generator that holds it.
+            # A lock inside of ``hold.atomic()`` is a part of its transaction. Another
+            # thread cannot close a generator that holds it.
             return
         if not isinstance(error, (LockLost, asyncio.CancelledError)):
             text = f"end of {entry.what}: {type(error).__name__}: {error}"

@@ -205,7 +205,22 @@ class DatabaseBackend(Backend):
             grant = self.holders.grant_again(claim)
         if grant is None:
             self._refuse(claim)
+        elif claim.scope == "transaction" and self.connection.in_atomic_block:
+            self._end_with_transaction(claim)
         return grant
+
+    def _end_with_transaction(self, claim: Claim) -> None:
+        """Release a share at the commit, if that comes before its own release.
+
+        Its row has a lease, which the commit would leave behind.
+        """
+
+        def end() -> None:
+            # Usually it was released, and a write would wait for other writers.
+            if self.store.claims.filter(owner=claim.owner).exists():
+                self.release(claim, failed=True)
+
+        transaction.on_commit(end, using=self.database, robust=True)
 
     def _refuse_locked_table(self) -> None:
         """Raise TableLockedError if the table of keys is locked, and not only rows.

@@ -230,6 +230,18 @@ def test_a_full_semaphore_in_a_transaction_names_its_holders(in_other_thread):
         in_other_thread(hold.release)
 
 
+@pytest.mark.parametrize("ends_by", ["commit", "rollback"])
+def test_a_share_that_outlives_its_transaction_is_free(ends_by, in_other_thread):
+    """Its caller leaves a permit or a read lock after the transaction, or never."""
+    for lock in db_semaphore("api", 1), db_rwlock("page").read():
+        with transaction.atomic():
+            hold = lock.acquire()
+            transaction.set_rollback(ends_by == "rollback")
+        hold.release()
+        writer = db_lock(lock.key, timeout=0)
+        in_other_thread(writer.acquire).release()
+
+
 def test_changed_permits_bind_new_holders_at_once(in_other_thread):
     """Permits are a number above zero, and each call of one key may name another."""
 
