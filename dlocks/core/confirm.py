@@ -26,7 +26,8 @@ def check(hold: Any) -> None:
     """Check with the backend that the key is held, or raise LockLost."""
     hold.end_if_expired()
     refuse_ended(hold)
-    if not verify(hold, hold.count):
+    # A hold that only transactions keep has no entries. Zero would mean released.
+    if not verify(hold, max(1, hold.count)):
         raise hold.end_as_lost()
     refuse_ended(hold)
 

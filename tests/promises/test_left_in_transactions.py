@@ -114,6 +114,21 @@ def test_a_failed_second_acquisition_frees_no_key_before_the_commit(
     other.release()
 
 
+@pytest.mark.parametrize("using", USING)
+@for_each("kind", LOCKS)
+def test_a_check_of_a_left_hold_does_not_end_its_renewals(
+    using, kind, leave_in_transaction, is_kept, until
+):
+    """No caller uses the hold any more, but the transaction still needs the key."""
+    hold = lock_of(kind, using).acquire()
+    commit = leave_in_transaction(hold)
+    hold.check()
+    hold.renew()
+    assert is_kept(kind, using)
+    commit()
+    until(lambda: not is_kept(kind, using))
+
+
 @pytest.mark.parametrize("using", [USING[0], "memory"])
 def test_a_hold_is_not_detached_before_the_commit(using, leave_in_transaction):
     """The process that resumes it could release the key before the commit."""
