@@ -125,19 +125,23 @@ def renew(hold: Any, terms: Terms) -> None:
 def renew_together(holds: Sequence[Any], terms: Terms) -> None:
     """Extend leases in one request. See ``renew()``."""
     guards = [hold.life.state.guards for hold in holds]
-    sent, left = _renew_with(holds, terms) if any(terms) else _renew(holds)
-    for hold, number in zip(holds, guards, strict=True):
-        owner = hold.claim.owner
-        if owner in left:
-            if hold.backend.refusal(hold.claim) is None:
-                # Otherwise the caller's transaction wrote it, and may roll it back.
-                hold.lease.record_answer(sent, left[owner])
-            refuse_ended(hold)
-        elif hold.life.state.is_pinned or hold.life.state.guards != number:
-            # A guard had locked the row, and the request found its old lease.
-            check(hold)
-        else:
-            raise hold.end_as_lost()
+    try:
+        sent, left = _renew_with(holds, terms) if any(terms) else _renew(holds)
+        for hold, number in zip(holds, guards, strict=True):
+            owner = hold.claim.owner
+            if owner in left:
+                if hold.backend.refusal(hold.claim) is None:
+                    # Otherwise the caller's transaction wrote it, and may roll it back.
+                    hold.lease.record_answer(sent, left[owner])
+                refuse_ended(hold)
+            elif hold.life.state.is_pinned or hold.life.state.guards != number:
+                # A guard had locked the row, and the request found its old lease.
+                check(hold)
+            else:
+                raise hold.end_as_lost()
+    finally:
+        for hold in holds:
+            hold.free_if_lost()
 
 
 def _renew(holds: Sequence[Any]) -> tuple[float, Mapping[str, float]]:

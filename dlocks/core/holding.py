@@ -474,6 +474,15 @@ class Holding:
                 logger.warning("%s", trouble)
         self.mark_released()
 
+    def free_if_lost(self) -> None:
+        """Free the key if its lease expired before the answer to a renewal.
+
+        The renewal may have extended it. The callers may have ended, and then nothing
+        else would release the key before the new ttl.
+        """
+        if self.is_lost:
+            keeper.post(self.release_again, self.backend)
+
     def mark_released(self) -> None:
         """Record that the release is done, and wake the threads that wait for it."""
         self.is_released = True

@@ -199,16 +199,14 @@ class Workers:
                 connections.close_all()
             for hold in holds:
                 hold.lease.put_off_renewal(error)
+                hold.free_if_lost()
             return
         lost = []
         for hold in holds:
             owner = hold.claim.owner
             if owner in seconds_left:
                 hold.lease.record_answer(sent, seconds_left[owner])
-                if hold.is_lost:
-                    # Its lease expired before the reply. Its callers may have ended,
-                    # and then nothing else would release the key before the new ttl.
-                    self._keeper.post(hold.release_again, backend)
+                hold.free_if_lost()
             else:
                 lost.append(hold)
         for number, hold in enumerate(lost):

@@ -522,28 +522,58 @@ def test_a_loss_is_reported_if_no_thread_can_be_started(monkeypatch, until):
     until(lambda: not any(one.connection for one in connected))
 
 
-def test_a_renewal_that_comes_too_late_keeps_no_key(stops, threads, until):
-    """The first lease from the queue is short. It has expired before the reply.
+def late(answer, go_on):
+    """Return a renewal that succeeds, and whose answer comes late."""
+
+    def renew(usual, _):
+        reply = usual()
+        assert go_on.wait(20)
+        if answer == "error":
+            raise LockBackendError("the reply was lost")
+        return reply
+
+    return renew
+
+
+@for_each("answer", ["reply", "error"])
+def test_a_renewal_that_comes_too_late_keeps_no_key(answer, stops, threads, until):
+    """The first lease from the queue is short. It has expired before the answer.
 
     The caller has ended without a release, so nothing else would free the key before
     the ttl that the renewal has granted.
     """
     go_on, lost = threading.Event(), queue.SimpleQueue()
-
-    def reply_late(usual, _):
-        reply = usual()
-        assert go_on.wait(20)
-        return reply
-
     lock = db_lock("stock:7", using="memory", ttl=1_000)
     waiter = db_lock("stock:7", using="memory", ttl=1_000, on_lost=lost.put)
     with lock:
         waiting = threads(waiter.acquire)
         until(lock.waiters)
-        stops.replace("renew", reply_late)
+        stops.replace("renew", late(answer, go_on))
     waiting.join()
     lost.get(timeout=20)
     go_on.set()
+    until(lambda: not lock.locked(), 20)
+
+
+@for_each("answer", ["reply", "error"])
+def test_a_renewal_by_the_caller_that_comes_too_late_keeps_no_key(
+    answer, stops, threads, until
+):
+    """The caller learns of the loss, and ends without a release."""
+    go_on, lost = threading.Event(), queue.SimpleQueue()
+    options = {"using": "memory", "ttl": 0.5, "renew": False, "on_lost": lost.put}
+    lock = db_lock("stock:7", **options)
+
+    def work():
+        hold = lock.acquire()
+        stops.replace("renew", late(answer, go_on))
+        hold.renew(ttl=1_000)
+
+    caller = threads(work)
+    lost.get(timeout=20)
+    go_on.set()
+    with pytest.raises(LockLost if answer == "reply" else LockBackendError):
+        caller.join()
     until(lambda: not lock.locked(), 20)
 
 
