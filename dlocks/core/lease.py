@@ -60,6 +60,7 @@ class Lease:
         self._ttl = backend.ttl if isinstance(lock.ttl, FromSettings) else lock.ttl
         self._renew_every = backend.renew_every
         self.granted_at = clock.now()
+        self._granted = ttl
         self._life = life
         self.last_at = FOREVER if lock.max_hold is None else sent + lock.max_hold
         # Without renewal, a hold still lasts for its ttl if the backend grants shorter
@@ -185,7 +186,10 @@ class Lease:
             since = self.limited_from
             return f"it was held for its max_hold of {self.max_hold:.10g} s{since}"
         why = f" (the last renewal failed: {self.failure})" if self.failure else ""
-        return f"it was not renewed within its ttl of {self.claim.ttl:g} s{why}"
+        lasts = f"ttl of {self.claim.ttl:g} s"
+        if not self.answered_at and self._granted < self.claim.ttl:
+            lasts = f"first lease of {self._granted:.2g} s"
+        return f"it was not renewed within its {lasts}{why}"
 
 
 def slow_after(backend: Backend, ttl: float) -> float:
