@@ -166,9 +166,12 @@ class Acquisition:
             if self._on_lost is not None:
                 # Before the last look, since it reports each loss that follows.
                 self._on_lost.holds[:] = [weakref.ref(hold)]
-            if not all(part.count > 1 or part.held for part in parts):
+            if not all(part.count > 1 or part.held for part in parts) and (
+                self._on_lost is None or self._on_lost.take() is not None
+            ):
                 # A hold was lost during the wait. Acquiring it again now would violate
-                # the order of the keys.
+                # the order of the keys. The caller gets this hold only if ``on_lost``
+                # has already been called with it.
                 self.cancel()
                 earlier, self.attempts = self.attempts, self._new_attempts()
                 for attempt, before in zip(self.attempts, earlier, strict=True):

@@ -21,7 +21,7 @@ from dlocks import (
     lock_released,
 )
 from dlocks.models import LockClaim, ResourceLock
-from dlocks.testing import frozen_clock, held_elsewhere, lose
+from dlocks.testing import HOLDER, frozen_clock, held_elsewhere, lose
 from tests import jobs
 from tests.for_each import FAMILY, LEASES, for_each
 from tests.promises.locks.keys import clear, is_taken, queued, row
@@ -404,6 +404,46 @@ def test_a_key_lost_during_the_wait_is_no_loss_of_the_hold(until, threads):
     may_end.set()
     with pytest.raises(LockLost):
         worker.join(60)
+
+
+def test_a_loss_is_not_reported_for_a_hold_that_is_given_up(stops, until, threads):
+    """One key was lost during the wait. The other one is about to be released."""
+    told, given, release = [], [], lend("b")
+    is_lost, may_report, gives_up = Event(), Event(), Event()
+
+    def report_slowly(record):
+        if "'a' was lost by" in record.getMessage():
+            is_lost.set()
+            assert may_report.wait(60)
+        return True
+
+    def release_slowly(usual, claim):
+        if claim.key == "b" and claim.holder != HOLDER and not gives_up.is_set():
+            gives_up.set()
+            losing.join(60)
+        return usual()
+
+    def work():
+        with db_lock("a", "b", timeout=30, on_lost=told.append) as hold:
+            given.append(hold)
+            hold.check()
+
+    logger = logging.getLogger("dlocks")
+    logger.addFilter(report_slowly)
+    try:
+        worker = threads(work)
+        until(queued("b").exists)
+        losing = threads(lambda: lose("a"))
+        assert is_lost.wait(60)
+        stops.replace("release", release_slowly)
+        release()
+        assert gives_up.wait(60)
+        may_report.set()
+        worker.join(60)
+    finally:
+        logger.removeFilter(report_slowly)
+    assert len(given) == 1
+    assert told == []
 
 
 def test_a_key_lost_during_the_wait_is_signalled_as_lost(until, threads, signalled):
