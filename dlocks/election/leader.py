@@ -16,6 +16,7 @@ import logging
 import os
 import threading
 import weakref
+from asyncio import _get_running_loop
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -481,7 +482,11 @@ class LeaderElection:
                 await self._apause(self._end_pause())
         finally:
             try:
-                await run_in_sync_thread(self._release)
+                if _get_running_loop() is None:
+                    # The coroutine is closed, and nothing can be awaited.
+                    keeper.post(self._release, backends[self._lock.using])
+                else:
+                    await run_in_sync_thread(self._release)
             finally:
                 self._ended.set()
 

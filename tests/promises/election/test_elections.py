@@ -6,7 +6,7 @@ import math
 import signal
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from enum import Enum
 from functools import partial
@@ -446,6 +446,22 @@ async def test_async_work_is_cancelled_when_the_lead_ends():
     await running
     assert told[3:] == ["cancelled", "deposed"]
     assert await one.aleader() is None
+
+
+def test_the_lead_of_a_closed_coroutine_is_released(until):
+    """Nothing can be awaited. The loop is not closed, so no caller seems to end."""
+    one, loop = LeaderElection("scheduler", using="memory"), asyncio.new_event_loop()
+    running = loop.create_task(one.arun())
+    while not one.is_leader:
+        loop.run_until_complete(asyncio.sleep(0.01))
+    with suppress(RuntimeError):
+        running.get_coro().close()
+    assert one.stop(10)
+    until(lambda: one.leader() is None)
+    running.cancel()
+    with suppress(RuntimeError, asyncio.CancelledError):
+        loop.run_until_complete(running)
+    loop.close()
 
 
 async def test_a_task_leads_under_the_prefix_of_its_tenant(settings):
