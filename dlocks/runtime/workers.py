@@ -116,9 +116,9 @@ class ServerWorker:
             answer, failure = answers.get(timeout=timeout)
         except Empty:
             error = LockBackendError(
-                f"No second database connection became available within {timeout:g} s"
-                " (one is needed because this transaction is still open). The"
-                " connection pool may be exhausted by transactions that wait for locks."
+                f"There was no answer within {timeout:g} s on a connection of dlocks'"
+                " own. The server may not answer, or its connections may be exhausted"
+                " by transactions that wait for locks."
             )
             error.is_pending = True
             raise error from None

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 from django.db import connections
 
-from dlocks import LockLost, db_lock, shutdown
+from dlocks import LockBackendError, LockLost, db_lock, shutdown
 from dlocks.testing import undo_shutdown
 from tests.internals import Keeper, backends, keeper
 
@@ -74,6 +74,17 @@ def test_a_call_in_one_worker_may_call_another_worker(threads):
     for thread in asking:
         thread.join(30)
     assert [thread.results for thread in asking] == [[7], [7]]
+
+
+def test_a_call_without_an_answer_is_explained_outside_of_a_transaction_too():
+    """A call to pass a hold on, or to change its ttl, needs no transaction."""
+    go_on = threading.Event()
+    try:
+        with pytest.raises(LockBackendError, match="no answer within 0.1 s") as error:
+            keeper.run(lambda: go_on.wait(20), backends["memory"], timeout=0.1)
+    finally:
+        go_on.set()
+    assert "still open" not in str(error.value)
 
 
 def test_renewals_and_calls_take_turns(monkeypatch, until, threads):
