@@ -280,7 +280,7 @@ class Holding:
         """
         if entry in self.life.state.entries:
             event = partial(self.life.leave, entry, by=by, failed=failed)
-            self._leave(event, entry, at_block_end=at_block_end)
+            self._leave(event, entry, at_block_end=at_block_end, by=by)
 
     def leave_one(self, caller: Caller, *, failed: bool = False) -> None:
         """Leave the newest entry of a caller, or another one without a block."""
@@ -289,7 +289,12 @@ class Holding:
             self._leave(event, None, at_block_end=False)
 
     def _leave(
-        self, event: Callable[..., Effect], entry: Entry | None, *, at_block_end: bool
+        self,
+        event: Callable[..., Effect],
+        entry: Entry | None,
+        *,
+        at_block_end: bool,
+        by: object = None,
     ) -> None:
         """Leave an entry by an event of ``Life``, which may choose it."""
         refuse_nested()
@@ -319,7 +324,7 @@ class Holding:
             raise
         except BaseException:
             # An interrupted release must not leave the key acquired.
-            self.complete_leave(entry, transactions_of(self))
+            self.complete_leave(entry, transactions_of(self), by=by)
             raise
         finally:
             for one in before:
@@ -388,14 +393,19 @@ class Holding:
             self.forget_entry(entry)
 
     def complete_leave(
-        self, entry: Entry | None, within: Sequence[TransactionMarker] = ()
+        self,
+        entry: Entry | None,
+        within: Sequence[TransactionMarker] = (),
+        *,
+        by: object = None,
     ) -> None:
         """Leave an entry after an interrupt, and send a release that was due.
 
         ``within`` are the transactions that keep the key, since they may still commit.
+        ``by`` is another caller, which leaves no entry that a block uses.
         """
         if entry is not None:
-            self.life.leave(entry, within, failed=True, verified=True)
+            self.life.leave(entry, within, failed=True, verified=True, by=by)
         state = self.life.state
         if state.phase is Phase.ENDED and not (state.entries or self.is_released):
             self.unwatch()

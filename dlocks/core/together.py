@@ -53,7 +53,8 @@ def leave_together(
         # An interrupted release must leave no key acquired.
         for entry in entries:
             with suppress(LockError):
-                entry.hold.complete_leave(entry, transactions_of(entry.hold))
+                within = transactions_of(entry.hold)
+                entry.hold.complete_leave(entry, within, by=by)
         raise
     finally:
         for entry in entries:

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -131,6 +132,29 @@ def test_an_interrupt_of_several_keys_leaves_none(interrupt, is_free):
             pass
         assert is_free(), case
         assert not db_lock("stock:8").locked(), case
+
+
+def test_an_interrupted_release_takes_no_key_from_a_block(stops):
+    """Another thread has acquired two keys, and begins a block of one of them.
+
+    The release of the other one is then interrupted.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        # They are released one by one.
+        lock = db_lock("rested:a", "rested:b", using="memory", min_hold=60)
+        hold = thread.submit(lock.acquire).result(20)
+        second = hold.holds[1]
+
+        def begin_and_strike():
+            thread.submit(second.__enter__).result(20)
+            raise KeyboardInterrupt
+
+        stops.call("release", begin_and_strike, "memory")
+        with pytest.raises(KeyboardInterrupt):
+            hold.release()
+        assert second.held
+        thread.submit(second.__exit__, None, None, None).result(20)
+        assert not second.held
 
 
 @pytest.mark.engine("postgresql", "mariadb")
