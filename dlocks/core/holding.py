@@ -379,7 +379,7 @@ class Holding:
                 self.perform_loss(effect)
             else:
                 self.perform(effect)
-        except LockError as trouble:
+        except (LockError, explain.RefusedReleaseError) as trouble:
             logger.warning("%s", trouble)
 
     def cancel_entry(self, entry: Entry) -> None:

@@ -157,6 +157,26 @@ def test_an_interrupted_release_takes_no_key_from_a_block(stops):
         assert not second.held
 
 
+def test_an_interrupt_is_raised_although_the_release_is_refused(stops):
+    """Another thread has acquired twice, and begins two blocks during the check."""
+    with ThreadPoolExecutor(1) as thread, contextlib.ExitStack() as blocks:
+        lock = db_lock("stock:7", using="memory")
+        for _ in range(2):
+            hold = thread.submit(lock.acquire).result(20)
+
+        def begin_and_strike():
+            for _ in range(2):
+                thread.submit(hold.__enter__).result(20)
+                end = partial(thread.submit, hold.__exit__, None, None, None)
+                blocks.callback(lambda end=end: end().result(20))
+            raise KeyboardInterrupt
+
+        stops.call("verify", begin_and_strike, "memory")
+        with pytest.raises(KeyboardInterrupt):
+            hold.release()
+        assert hold.count == 2
+
+
 @pytest.mark.engine("postgresql", "mariadb")
 def test_an_interrupt_inside_a_transaction_leaves_nothing(interrupt, is_free):
     for case in itertools.product(("acquire", "release"), WHEN):
