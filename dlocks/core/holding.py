@@ -114,7 +114,7 @@ class Holding:
     @property
     def is_left(self) -> bool:
         """Return whether only open transactions keep the hold."""
-        return self.life.state.phase is Phase.LEFT and self.held
+        return self.life.state.phase is Phase.LEFT and self.may_be_held
 
     @property
     def awaits_transactions(self) -> bool:
@@ -149,7 +149,7 @@ class Holding:
         # A hold left in a transaction is kept for its min_hold from all callers, even
         # this one.
         left = self.life.state.phase is Phase.LEFT
-        return not left or (self.held and not self.min_hold_left)
+        return not left or (self.may_be_held and not self.min_hold_left)
 
     @property
     def may_be_late(self) -> bool:

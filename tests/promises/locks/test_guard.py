@@ -408,6 +408,18 @@ def test_a_release_in_its_own_guard_after_the_ttl_is_committed(row, until):
         assert other.token > hold.token
 
 
+def test_a_hold_is_entered_again_in_its_guard_after_the_ttl(row, until):
+    lock = db_lock("stock", ttl=1.5)
+    hold = lock.acquire()
+    with hold.atomic():
+        Counter.objects.update(value=3)
+        until(lambda: not hold.held)
+        hold.release()
+        with lock as again:
+            assert again is hold
+    assert row() == 3
+
+
 @SERVERS
 @for_each(
     "case",
