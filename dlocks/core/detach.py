@@ -42,6 +42,7 @@ def detach(hold: Holding, within: Duration | None, offer: object) -> str:
     """
     ttl = checked_ttl("within", within, [hold], "detached") or hold.lease.claim.ttl
     _refuse(hold)
+    face = hold.face
     # An entry that is added meanwhile has another caller, so it refuses the offer.
     mine = [one.caller for one in hold.life.state.entries if acts_for(one.caller)]
     hold.end_if_expired()
@@ -54,7 +55,7 @@ def detach(hold: Holding, within: Duration | None, offer: object) -> str:
         return signing.dumps(_data_of(hold, min_hold, max_hold), salt=SALT)
     except BaseException:
         # It was interrupted, so no process will receive the text.
-        recall(hold, offer)
+        recall(hold, offer, face)
         raise
 
 
@@ -81,14 +82,17 @@ def _data_of(hold: Holding, min_hold: float, max_hold: float) -> dict[str, Any]:
     }
 
 
-def recall(hold: Holding, offer: object) -> None:
+def recall(hold: Holding, offer: object, face: Any) -> None:
     """End a hold whose text no process will receive, and release its key.
 
-    It is lost to a block of its caller, which may go on.
+    It is lost to a block of its caller, which may go on. ``face`` is the hold as
+    callers see it, for the report.
     """
     why = "its handover to another process was interrupted"
     effect = hold.life.recall(why, offer)
     if effect & Effect.REPORT:
+        # It may have been signalled as detached, and forgotten then.
+        hold.face = face
         hold.forget_entries()
         hold.perform_loss(effect)
     else:

@@ -274,7 +274,7 @@ class Hold:
         # If it is cancelled, no process will ever receive the text.
         offer = object()
         request = partial(detach, self._refuse_several(), within, offer)
-        undo = partial(recall, self._parts[0], offer)
+        undo = partial(recall, self._parts[0], offer, self)
         undo_later = partial(keeper.post, undo, self.backend)
         return await make_undoable(request, undo, undo_later)
 

@@ -326,3 +326,16 @@ async def test_a_cancelled_second_detach_keeps_the_text_of_the_first(using):
     assert await lock.alocked()
     resumed = await aresume_hold(text)
     await resumed.arelease()
+
+
+@pytest.mark.parametrize("using", ["default", "memory"])
+async def test_a_cancelled_detach_is_a_loss_of_which_on_lost_learns(using):
+    """The block goes on, although its key is free."""
+    lost = []
+    with pytest.raises(LockLost, match="was interrupted"):
+        async with db_lock("export:7", using=using, on_lost=lost.append) as hold:
+            detaching = asyncio.create_task(hold.adetach())
+            await asyncio.sleep(0)
+            detaching.cancel()
+            await asyncio.wait([detaching])
+            assert lost == [hold]
