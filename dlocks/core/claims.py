@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -11,10 +12,15 @@ from dlocks.core.callers import Caller, Place
 from dlocks.core.holder import holder_name, noted, own_ip
 from dlocks.core.holding import Holding
 from dlocks.core.policy import FromSettings, LockPolicy
-from dlocks.core.settlement import pins_here
+from dlocks.core.settlement import marks_here, pins_here
 from dlocks.runtime.clock import FOREVER
 from dlocks.runtime.connected import connection_of
-from dlocks.transactions import TransactionMarker, warn_of_old_snapshots
+from dlocks.runtime.keeper import keeper
+from dlocks.transactions import (
+    TransactionMarker,
+    open_connections,
+    warn_of_old_snapshots,
+)
 from dlocks.values import UNLIMITED, Claim
 
 
@@ -138,6 +144,12 @@ def claim_for(
         if backend.refusal(replace(claim, ttl=0.0)) is None:
             raise ValueError(text)
         raise RuntimeError(text)
+    if _is_left_here(caller, (identity, key, False)):
+        raise RuntimeError(
+            f"{lock.key!r} is kept by the transaction of this thread until it ends. A"
+            " hold was released there that is shared with another thread. To wait for"
+            " the key would be to wait for that end. Release it after the transaction."
+        )
     if claim.scope == "lease":
         if is_kept or (other is not None and pins_here(other)):
             raise RuntimeError(
@@ -147,6 +159,21 @@ def claim_for(
             )
         warn_of_old_snapshots(lock.key)
     return claim
+
+
+def _is_left_here(caller: Caller, place: Place) -> bool:
+    """Return whether a transaction of this thread keeps a hold that it has left.
+
+    It cannot enter the hold again, because another thread has left it last, or has not
+    left it yet. To wait for the key would be to wait for its own transaction.
+    """
+    if caller is not threading.current_thread() or not open_connections():
+        return False
+    mine = [entry.hold for entry in callers.entries_at(caller, place)]
+    return any(
+        hold.place == place and hold not in mine and marks_here(hold)
+        for hold in keeper.holds
+    )
 
 
 def _other_hold(caller: Caller, place: Place) -> Holding | None:

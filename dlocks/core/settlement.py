@@ -38,8 +38,16 @@ def transactions_of(hold: Any) -> Sequence[TransactionMarker]:
 
 def pins_here(hold: Any) -> list[TransactionMarker]:
     """Return the transactions of this thread that have locked the row of a hold."""
-    pins = hold.life.state.pins
-    return [pin for pin in pins if pin.stands and not pin.is_elsewhere]
+    return _here(hold.life.state.pins)
+
+
+def marks_here(hold: Any) -> list[TransactionMarker]:
+    """Return the transactions of this thread in which a lease was left."""
+    return _here(hold.life.state.marks)
+
+
+def _here(markers: Sequence[TransactionMarker]) -> list[TransactionMarker]:
+    return [one for one in markers if one.stands and not one.is_elsewhere]
 
 
 def is_undone(hold: Any) -> bool:

@@ -100,6 +100,30 @@ def test_a_leave_that_is_not_the_last_keeps_the_key_for_its_transaction(
 
 
 @pytest.mark.parametrize("using", USING)
+@for_each("has_ended", [True, False])
+def test_a_thread_does_not_wait_for_its_own_transaction(
+    using, has_ended, paused, is_kept, until
+):
+    """It has released the hold there, and the block of another thread uses it."""
+    lock = lock_of("one key", using, timeout=5)
+    with transaction.atomic():
+        hold = lock.acquire()
+
+        def use():
+            with hold:
+                yield
+
+        end = paused(use)
+        hold.release()
+        if has_ended:
+            end()
+        with pytest.raises(RuntimeError, match="is kept by the transaction of this"):
+            lock.acquire()
+    end()
+    until(lambda: not is_kept("one key", using))
+
+
+@pytest.mark.parametrize("using", USING)
 def test_a_failed_second_acquisition_frees_no_key_before_the_commit(
     using, leave_in_transaction, is_kept, in_other_thread, until
 ):
