@@ -13,6 +13,8 @@ from operator import attrgetter
 from types import FrameType
 from typing import Any, ParamSpec, Self, TypeVar, cast
 
+from django.core.exceptions import SynchronousOnlyOperation
+
 from dlocks.backends.base import Backend
 from dlocks.core import callers, confirm
 from dlocks.core.callers import Block, Blocks, Caller, current_caller, frame_id_of
@@ -402,7 +404,19 @@ def leave_interrupted(
     if isinstance(error, LockError):
         return
     with suppress(LockError, RuntimeError):
-        leave_block(blocks, block or blocks.to_end(frame, ""), error)
+        block = block or blocks.to_end(frame, "")
+        refused = isinstance(error, SynchronousOnlyOperation)
+        if not refused or block.hold.scope == "transaction":
+            leave_block(blocks, block, error)
+            return
+        # The garbage collector has closed a generator in the thread of an event loop,
+        # where Django refuses requests.
+        blocks.remove(block)
+        for entry in block.entries:
+            hold: Holding = entry.hold
+            keeper.post(partial(hold.cancel_entry, entry), hold.backend)
+            # Perhaps the entry was left already, and its release was refused.
+            keeper.post(partial(hold.complete_leave, None), hold.backend)
 
 
 def leave_block(blocks: Blocks, block: Block, error: BaseException | None) -> None:

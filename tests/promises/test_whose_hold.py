@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack, ExitStack
 from functools import partial
 
 import pytest
+from django.core.exceptions import SynchronousOnlyOperation
 
 from dlocks import LockTimeout, db_lock, db_rwlock, db_semaphore
 from tests.for_each import for_each
@@ -189,6 +190,27 @@ async def test_abandoned_async_generators_leave_nothing(kind, until, is_busy):
     del generator
     generators.clear()
     await asyncio.to_thread(until, lambda: not is_busy())
+
+
+@pytest.mark.parametrize("using", ["default", "memory"])
+@for_each("keys", [KEYS[:1], KEYS])
+@for_each("of_hold", [False, True])
+async def test_a_generator_that_ends_in_an_event_loop_leaves_nothing(
+    using, keys, of_hold, until, is_busy
+):
+    """The garbage collector may end it there, where no request can be sent."""
+    lock = db_lock(*keys, using=using)
+
+    def begin():
+        generator = stream(lock.acquire() if of_hold else lock)
+        next(generator)
+        return generator
+
+    generator = await asyncio.to_thread(begin)
+    with contextlib.suppress(SynchronousOnlyOperation):
+        generator.close()
+    for key in keys:
+        await asyncio.to_thread(until, lambda key=key: not is_busy(key, using), 5)
 
 
 def run_and_close(coroutine):
