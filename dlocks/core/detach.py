@@ -160,12 +160,14 @@ def _pass_on(hold: Holding, claim: Claim) -> None:
 
 def _extend_lease(hold: Holding, claim: Claim) -> bool:
     for number in range(10):
+        # Another writer may have held up the renewals, and hold up this one.
+        late = hold.lease.next_claim(may_be_late=hold.backend.renews_late).late
         # Here, because the request may come after its caller has given up waiting. It
         # may also change the lease although there is no reply.
         hold.lease.shorten(clock.now() + claim.ttl)
         hold.lease.renew_at = clock.now()
         keeper.check_soon()
-        left = request(hold.backend.renew, [claim])
+        left = request(hold.backend.renew, [dataclasses.replace(claim, late=late)])
         if claim.owner not in left:
             return False
         if left[claim.owner] >= claim.ttl:

@@ -13,7 +13,15 @@ import pytest
 from django.core.management import CommandError
 from django.db import connection, transaction
 
-from dlocks import LockLost, LockStale, LockTimeout, db_lock, db_rwlock, db_semaphore
+from dlocks import (
+    LockLost,
+    LockStale,
+    LockTimeout,
+    db_lock,
+    db_rwlock,
+    db_semaphore,
+    resume_hold,
+)
 from dlocks.models import LockClaim, ResourceLock
 from dlocks.testing import expire
 from tests import rows
@@ -152,6 +160,26 @@ def test_a_lease_outlasts_a_long_transaction_of_another_thread(
             assert in_other_thread(lock(using="brisk").try_acquire) is None
     assert lost == []
     assert not caplog.records
+
+
+@pytest.mark.engine("sqlite")
+def test_a_hold_is_detached_during_a_long_transaction_of_another_thread(paused, until):
+    """Its lease has expired, but no other caller has acquired the key."""
+
+    def write():
+        with transaction.atomic():
+            Counter.objects.create(name="other")
+            yield
+
+    hold = db_lock("stock:7", using="brisk", ttl=TTL).acquire()
+    commit = paused(write)
+    until(lambda: not hold.held)
+    committing = threading.Timer(TTL, commit)
+    committing.start()
+    text = hold.detach(within=30)
+    committing.join(20)
+    with resume_hold(text) as resumed:
+        assert resumed.token > hold.token
 
 
 @pytest.mark.engine("sqlite")
