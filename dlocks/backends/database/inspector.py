@@ -27,7 +27,8 @@ class DatabaseInspector(Inspector):
         if (fact := self._taken_in_admin(claim, age)) is not None or claim.shared:
             return fact
         key = self.backend.store.peek(claim.key, by_clock=True)
-        if key is None or key.row.version == token:
+        if key is None or key.row.owner == claim.owner:
+            # Its own read lock may have changed the version.
             return None
         holder = rules.holder(key.state, claim.key, key.at)
         if holder is not None:
@@ -35,8 +36,9 @@ class DatabaseInspector(Inspector):
         ago = f"{duration(max(0.0, key.at.now - key.row.end_time.timestamp()))} ago"
         if key.row.status == "F" and not key.row.owner:
             return (
-                f"it was cleared or force released {ago}. The log dlocks.audit names"
-                " the user and the reason"
+                "it was cleared, force released or taken over by a shared hold"
+                f" {ago}. The log dlocks.audit names the user and the reason, if a"
+                " person did it"
             )
         return f"{shown_holder(key.row.holder)} took it over and released it {ago}"
 

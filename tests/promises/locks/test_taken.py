@@ -11,7 +11,7 @@ from django.contrib.admin.models import LogEntry
 from django.contrib.auth.models import User
 from django.test import Client
 
-from dlocks import LockBackendError, LockLost, db_lock, db_semaphore
+from dlocks import LockBackendError, LockLost, db_lock, db_rwlock, db_semaphore
 from dlocks.backends.base import Inspector
 from dlocks.backends.database import PessimisticBackend
 from dlocks.testing import expire, held_elsewhere
@@ -95,7 +95,7 @@ def test_the_forced_release_of_another_hold_explains_nothing(anna, in_other_thre
     with pytest.raises(LockLost) as lost:
         hold.check()
     assert "anna" not in str(lost.value)
-    assert "it was cleared or force released" in str(lost.value)
+    assert "it was cleared, force released or taken over" in str(lost.value)
     with pytest.raises(LockLost, match="anna wrote in the admin"):
         in_other_thread(other.check)
 
@@ -115,7 +115,10 @@ def test_a_lock_cleared_by_a_command_refers_to_the_audit_log(using):
     """Its reason is only there."""
     hold = db_lock("stock:7", using=using).acquire()
     clear("stock:7", using)
-    said = r"it was cleared or force released \d\.\d s ago\. The log dlocks\.audit"
+    said = (
+        r"it was cleared, force released or taken over by a shared hold \d\.\d s ago\."
+        r" The log dlocks\.audit names the user and the reason, if a person did it\.$"
+    )
     with pytest.raises(LockLost, match=said):
         hold.check()
 
@@ -147,6 +150,29 @@ def test_the_present_holder_is_named(using, until):
         LockLost, match=r"this hold has ended\.$" if using == "insert" else had
     ):
         again.check()
+
+
+@COMMITS
+def test_a_writer_that_loses_its_key_to_readers_is_not_told_of_a_person(
+    in_other_thread,
+):
+    """Nor is a writer named to itself, if it reads too and nobody took the key."""
+    catalogue = db_rwlock("catalogue", timeout=0)
+    hold = catalogue.write().acquire()
+    read = catalogue.read().acquire()
+    expire(hold)
+    with pytest.raises(LockLost, match=r"this hold has ended\.$"):
+        hold.check()
+    read.release()
+    hold = in_other_thread(catalogue.write().acquire)
+    expire(hold)
+    with (
+        catalogue.read(),
+        pytest.raises(
+            LockLost, match=r"ended: it was .*or taken over by a shared hold"
+        ),
+    ):
+        in_other_thread(hold.check)
 
 
 @COMMITS
