@@ -104,6 +104,11 @@ class VersionedQuerySet(CheckedQuerySet[M]):
                 " would be lost."
             )
         self._for_write = True
+        # The statements have one parameter more than those of Django: the version.
+        names = ["pk", "pk", *fields, field.name]
+        most = connections[self.db].ops.bulk_batch_size(names, objs)
+        if batch_size is None or batch_size > most:
+            batch_size = most
         # Two values, since a trigger would replace one that stays.
         between = new_version(max(held.values()))
         after = new_version(between)
@@ -176,7 +181,7 @@ def versions_of(model: Any, path: str) -> Iterator[str]:
 
 
 def replace_versions(
-    held: dict[Any, int], after: int, model: Any, using: str, batch_size: int | None
+    held: dict[Any, int], after: int, model: Any, using: str, batch_size: int
 ) -> int:
     """Set the versions of rows that still have the expected one.
 
@@ -184,10 +189,9 @@ def replace_versions(
     """
     field, written = version_field(model), 0
     pks = list(held)
-    most = connections[using].ops.bulk_batch_size(["pk", "pk", "version"], pks)
-    size = min(batch_size, most) if batch_size and batch_size > 0 else most
-    for start in range(0, len(pks), size):
-        batch = pks[start : start + size]
+    # Django refuses a size below 1.
+    for start in range(0, len(pks), max(1, batch_size)):
+        batch = pks[start : start + max(1, batch_size)]
         expected = models.Case(
             *(models.When(pk=pk, then=models.Value(held[pk])) for pk in batch),
             output_field=models.BigIntegerField(),

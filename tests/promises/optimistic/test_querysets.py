@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 import threading
 
 import pytest
@@ -228,6 +229,20 @@ def test_bulk_update_of_many_rows_is_split():
     assert {row.version for row in rows} == set(
         Article.objects.values_list("version", flat=True)
     )
+
+
+@pytest.mark.engine("sqlite")
+def test_bulk_update_sends_no_more_parameters_than_sqlite_takes(monkeypatch):
+    """Django counts on this number, or on that with which SQLite was compiled."""
+    Article.objects.bulk_create(Article(title="t") for _ in range(400))
+    rows = list(Article.objects.all())
+    limit, most = sqlite3.SQLITE_LIMIT_VARIABLE_NUMBER, 999
+    monkeypatch.setattr(connection.features, "max_query_params", most)
+    usual = connection.connection.setlimit(limit, most)
+    try:
+        assert Article.objects.bulk_update(rows, ["views"]) == 400
+    finally:
+        connection.connection.setlimit(limit, usual)
 
 
 def test_bulk_update_refuses_invalid_arguments_as_in_django(article):
