@@ -146,7 +146,8 @@ class Maintenance:
         claims = self.store.claims.values_list("pk", "key_resource")
         shares = claims.filter(version__isnull=False, hold_count__gt=0, **expired)
         if dry_run:
-            for page in self._pages(shares):
+            # Where no clock is trusted, none of them is known to be stale.
+            for page in () if self.store.observed else self._pages(shares):
                 mine = [pk for pk, key in page if key.startswith(self.store.prefix())]
                 yield self._count_unlocked(mine, shares=True)
             return

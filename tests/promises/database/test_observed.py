@@ -14,6 +14,7 @@ from django.test import override_settings
 
 from dlocks import LockLost, LockStale, LockTimeout, db_lock, db_rwlock
 from tests import jobs
+from tests.promises.commands.running import run
 from tests.settings import DLOCKS, PESSIMISTIC
 from tests.timing import in_time
 
@@ -217,3 +218,13 @@ def test_commands_end_no_observed_lease_by_the_clock():
                     "clear_lock", "catalogue", share=hold.token, yes=True, **watching
                 )
             hold.check()
+
+
+def test_a_dry_run_of_the_reaper_counts_no_observed_share_by_the_clock():
+    """A run does not end it either."""
+    with db_rwlock("catalogue", using="watching", renew=False).read() as hold:
+        ran_out(table="dlocks_lockclaim")
+        dry = run("reap_locks", "--using", "watching", "--dry-run")
+        assert dry == "0 stale locks would be cleared.\n"
+        assert run("reap_locks", "--using", "watching") == dry.replace("would be ", "")
+        hold.check()
