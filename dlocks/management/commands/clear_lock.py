@@ -19,10 +19,12 @@ from dlocks.operations import (
     end,
     is_exclusive,
     is_kept,
+    is_resting,
     kept_by_transaction,
     shares,
     shown,
     state_of,
+    time_left,
 )
 from dlocks.text import printable
 
@@ -76,9 +78,10 @@ class Command(LockCommand):
         if not is_stale and options["stale_only"]:
             raise CommandError(f"{name} is not stale. Nothing was changed.")
         if not is_stale and reason is None:
+            state = "resting" if is_resting(hold) else "held"
             raise CommandError(
-                f"{name} is held. To force its release, pass --reason TEXT for the log."
-                " Nothing was changed."
+                f"{name} is {state}. To force its release, pass --reason TEXT for the"
+                " log. Nothing was changed."
             )
         if not options["yes"]:
             what = f"Clear {name}" if token is None else f"End a shared hold of {name}"
@@ -108,10 +111,11 @@ class Command(LockCommand):
             done = f"{name} was cleared and is free."
         else:
             done, now = f"{name} was cleared.", f" It is now {_state(lock)}."
-        self.stdout.write(
-            f"{self.style.SUCCESS(done)}{now} Its former holder is fenced off: its next"
-            " renewal reports the loss."
-        )
+        if not is_resting(hold):
+            now += (
+                " Its former holder is fenced off: its next renewal reports the loss."
+            )
+        self.stdout.write(f"{self.style.SUCCESS(done)}{now}")
 
     def _chosen(
         self, backend: Backend, key: str, name: str, token: int | None
@@ -158,5 +162,8 @@ def _state(lock: LockRow) -> str:
 
 
 def _held_by(hold: LockRow) -> str:
+    if is_resting(hold):
+        who = printable(hold.holder)
+        return f"resting, {time_left(hold)}: released by {who} (token {hold.version})"
     stale = "" if hold.state == LockState.HELD else f"{hold.state}: "
     return f"{stale}held by {describe(hold)} (token {hold.version})"

@@ -120,6 +120,18 @@ def test_a_lock_that_changed_hands_during_the_question_is_kept(answer):
         assert why in refused("clear_lock", "b", "--reason", "tests")
 
 
+@pytest.mark.django_db(transaction=True)
+def test_a_key_that_rests_after_its_release_is_not_held():
+    """Nobody holds it, so nobody loses it."""
+    with db_lock("report", min_hold=600):
+        pass
+    assert "'report' is resting. To force" in refused("clear_lock", "report")
+    out = run("clear_lock", "report", *YES)
+    said = r"^'report' is resting, \d+ minutes left: released by .* \(token \d+\)\.$"
+    assert re.search(said, out, re.MULTILINE)
+    assert out.endswith("'report' was cleared and is free.\n")
+
+
 def test_one_key_is_cleared_at_a_time():
     """A key with a star is that key, and no pattern. A second key is refused."""
     for key in ("a*", "ab"):
