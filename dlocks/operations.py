@@ -214,12 +214,9 @@ def state_of(lock: LockRow) -> str:
 
 
 def is_resting(lock: LockRow) -> bool:
-    """Return whether a lock was released, but is kept for its ``min_hold``."""
-    return (
-        getattr(lock, "status", "P") in {"S", "F"}
-        and lock.state == LockState.HELD
-        and lock.seconds_left > 0
-    )
+    """Return whether a hold was released, but is kept for its ``min_hold``."""
+    is_held = lock.state == LockState.HELD and lock.seconds_left > 0
+    return is_held and not lock.hold_count
 
 
 def is_kept(lock: LockRow) -> bool:

@@ -13,7 +13,7 @@ from django.db import connection, connections, transaction
 from django.test import RequestFactory
 from django.test.utils import CaptureQueriesContext
 
-from dlocks import LockBackendError, db_lock, db_rwlock
+from dlocks import LockBackendError, db_lock, db_rwlock, db_semaphore
 from dlocks.models import LockClaim, ResourceLock
 from dlocks.testing import held_elsewhere
 from tests import rows
@@ -439,6 +439,16 @@ def test_a_released_key_rests_for_its_min_hold(viewer):
         assert "resting" not in row_of(page(viewer.get(LIST)), "report")
     assert "report resting (min_hold) " in row_of(page(viewer.get(LIST)), "report")
     assert "resting (min_hold)" in text_of(page(viewer.get(detail("report"))))
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_released_permit_rests_but_a_reserved_key_does_not(viewer):
+    """A key is reserved for a while for the transaction of the next waiter."""
+    with db_semaphore("pool", 2, min_hold=600):
+        assert "resting" not in text_of(page(viewer.get(detail("pool"))))
+    assert "resting (min_hold)" in text_of(page(viewer.get(detail("pool"))))
+    rows.write("report", rows.S, rows.FUTURE, hold_count=1)
+    assert "report held " in row_of(page(viewer.get(LIST)), "report")
 
 
 @pytest.mark.engine("postgresql", "mariadb", "mysql")
