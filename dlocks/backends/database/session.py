@@ -206,11 +206,16 @@ class Session:
         try:
             return self.run(work, *arguments, writes=False)
         except RowLockedError as error:
+            why = (
+                "A table of dlocks is locked as a whole by a migration, a backup,"
+                " VACUUM FULL or LOCK TABLE. Wait for its end, or end the session that"
+                " locks it."
+            )
+            if self.engine.one_writer:
+                why = "Another transaction writes to the database. Wait for its end."
             raise TableLockedError(
                 f"A lock request to database {self.database!r} was cancelled:"
-                f" {error.__cause__}. A table of dlocks is locked as a whole by a"
-                " migration, a backup, VACUUM FULL or LOCK TABLE. Wait for its end, or"
-                " end the session that locks it."
+                f" {error.__cause__}. {why}"
             ) from error.__cause__
 
     def ask(

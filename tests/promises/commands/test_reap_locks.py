@@ -4,7 +4,7 @@ import time
 from datetime import timedelta
 
 import pytest
-from django.db import ProgrammingError, connection
+from django.db import ProgrammingError, connection, transaction
 from django.utils import timezone
 
 from dlocks.models import LockClaim, ResourceLock
@@ -217,6 +217,31 @@ def test_the_reaper_audits_only_a_run_with_changes(audited):
         assert "permission denied" in refused("reap_locks")
     _, record = audited()
     assert record.audit_freed == 1
+
+
+@pytest.mark.engine("sqlite")
+@pytest.mark.django_db(transaction=True)
+def test_a_busy_writer_is_not_reported_as_a_locked_table(paused):
+    """SQLite locks the whole database, and has no VACUUM FULL to wait for."""
+    rows.ended("old", ago=60 * 86400.0)
+
+    def write():
+        with transaction.atomic():
+            rows.free("other")
+            yield
+
+    commit = paused(write)
+    with connection.cursor() as cursor:
+        ((usual,),) = cursor.execute("PRAGMA busy_timeout").fetchall()
+        cursor.execute("PRAGMA busy_timeout = 100")
+        try:
+            said = refused("reap_locks")
+        finally:
+            cursor.execute(f"PRAGMA busy_timeout = {usual}")
+    commit()
+    assert said.endswith(
+        "Another transaction writes to the database. Wait for its end."
+    )
 
 
 # Races.
