@@ -17,7 +17,12 @@ from dlocks.backends.base import (
 )
 from dlocks.core import callers, confirm, explain
 from dlocks.core.callers import Caller
-from dlocks.core.claims import claim_for, own_hold, until_reentry
+from dlocks.core.claims import (
+    claim_for,
+    own_hold,
+    refuse_own_wait,
+    until_reentry,
+)
 from dlocks.core.entry import Entry
 from dlocks.core.hold import Hold
 from dlocks.core.holding import Holding
@@ -266,6 +271,7 @@ class Attempt:
     # To wait.
 
     def _pause(self) -> float:
+        refuse_own_wait(self.caller, self.place, self.lock)
         left = self.deadline - clock.now()
         claim = self.claim
         if claim is not None and (claim.beside or not self.backend.can_queue(claim)):

@@ -144,12 +144,6 @@ def claim_for(
         if backend.refusal(replace(claim, ttl=0.0)) is None:
             raise ValueError(text)
         raise RuntimeError(text)
-    if _is_left_here(caller, (identity, key, False)):
-        raise RuntimeError(
-            f"{lock.key!r} is kept by the transaction of this thread until it ends. A"
-            " hold was released there that is shared with another thread. To wait for"
-            " the key would be to wait for that end. Release it after the transaction."
-        )
     if claim.scope == "lease":
         if is_kept or (other is not None and pins_here(other)):
             raise RuntimeError(
@@ -161,19 +155,25 @@ def claim_for(
     return claim
 
 
-def _is_left_here(caller: Caller, place: Place) -> bool:
-    """Return whether a transaction of this thread keeps a hold that it has left.
+def refuse_own_wait(caller: Caller, place: Place, lock: LockPolicy) -> None:
+    """Raise RuntimeError if a transaction of this thread keeps a hold that it has left.
 
     It cannot enter the hold again, because another thread has left it last, or has not
     left it yet. To wait for the key would be to wait for its own transaction.
     """
     if caller is not threading.current_thread() or not open_connections():
-        return False
+        return
+    place = (*place[:2], False)
     mine = [entry.hold for entry in callers.entries_at(caller, place)]
-    return any(
+    if any(
         hold.place == place and hold not in mine and marks_here(hold)
         for hold in keeper.holds
-    )
+    ):
+        raise RuntimeError(
+            f"{lock.key!r} is kept by the transaction of this thread until it ends. A"
+            " hold was released there that is shared with another thread. To wait for"
+            " the key would be to wait for that end. Release it after the transaction."
+        )
 
 
 def _other_hold(caller: Caller, place: Place) -> Holding | None:

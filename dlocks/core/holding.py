@@ -280,7 +280,7 @@ class Holding:
         """
         if entry in self.life.state.entries:
             event = partial(self.life.leave, entry, by=by, failed=failed)
-            self._leave(event, entry, at_block_end=at_block_end, by=by)
+            self._leave(event, entry, at_block_end=at_block_end)
 
     def leave_one(self, caller: Caller, *, failed: bool = False) -> None:
         """Leave the newest entry of a caller, or another one without a block."""
@@ -289,12 +289,7 @@ class Holding:
             self._leave(event, None, at_block_end=False)
 
     def _leave(
-        self,
-        event: Callable[..., Effect],
-        entry: Entry | None,
-        *,
-        at_block_end: bool,
-        by: object = None,
+        self, event: Callable[..., Effect], entry: Entry | None, *, at_block_end: bool
     ) -> None:
         """Leave an entry by an event of ``Life``, which may choose it."""
         refuse_nested()
@@ -324,7 +319,9 @@ class Holding:
             raise
         except BaseException:
             # An interrupted release must not leave the key acquired.
-            self.complete_leave(entry, transactions_of(self), by=by)
+            if entry is not None:
+                event(transactions_of(self), failed=True, verified=True)
+            self.complete_leave(None)
             raise
         finally:
             for one in before:
