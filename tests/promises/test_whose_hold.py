@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 from django.core.exceptions import SynchronousOnlyOperation
+from django.db import connections
 
 from dlocks import LockTimeout, db_lock, db_rwlock, db_semaphore
 from tests.for_each import for_each
@@ -204,6 +205,7 @@ async def test_a_generator_that_ends_in_an_event_loop_leaves_nothing(
     def begin():
         generator = stream(lock.acquire() if of_hold else lock)
         next(generator)
+        connections.close_all()
         return generator
 
     generator = await asyncio.to_thread(begin)
