@@ -80,7 +80,8 @@ def test_the_numbers_move_and_only_no_lock_oversells(browser):
     results = page.get_by_role("heading", name="Results")
     browser.expect(results).to_be_visible(timeout=SALE)
     seen = page.evaluate("window.seen")
-    assert len(seen) >= 4, seen
+    # At least once between the beginning and the end. A busy machine polls less often.
+    assert len(seen) > 2, seen
     assert seen == sorted(seen)
     assert page.locator("section.card").count() == len(chosen)
     for lock in chosen:
