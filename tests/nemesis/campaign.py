@@ -180,12 +180,18 @@ class Campaign:
         while any(_alive(pid) for pid in self.pids.values()) and now() < deadline:
             time.sleep(0.02)
         self._note("over", now())
-        for slot, pid in self.pids.items():
-            if _alive(pid):
-                note = self.directory / f"worker-{slot}-{pid}.crash"
-                note.write_text(f"The process {pid} did not end; see its history.")
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        hanging = {slot: pid for slot, pid in self.pids.items() if _alive(pid)}
+        if hanging and self.server is not None:
+            seen = database.sessions(self.server)
+            (self.directory / "sessions").write_text(seen)
+        for slot, pid in hanging.items():
+            note = self.directory / f"worker-{slot}-{pid}.crash"
+            note.write_text(f"The process {pid} did not end; see its history.")
+            with contextlib.suppress(ProcessLookupError):
+                # Its stacks are in the file of its process pool.
+                os.kill(pid, signal.SIGUSR2)
+                time.sleep(0.5)
+                os.kill(pid, signal.SIGKILL)
 
     def _start(self, slot: int) -> None:
         plan = self.plan

@@ -20,6 +20,17 @@ def create(server: Server) -> None:
     server.execute(f"CREATE DATABASE {NAME}")
 
 
+def sessions(server: Server) -> str:
+    """Return the sessions of the server as text, and what each of them waits for."""
+    query = "SHOW FULL PROCESSLIST"
+    if isinstance(server, PostgreSQL):
+        query = (
+            "SELECT pid, pg_blocking_pids(pid), state, now() - xact_start, client_addr,"
+            " client_port, wait_event, query FROM pg_stat_activity"
+        )
+    return "\n".join(map(str, server.execute(query)))
+
+
 def prepare(pipe: Any, keys: list[str]) -> None:
     """Create the tables, the registers, and the triggers that audit tokens.
 
