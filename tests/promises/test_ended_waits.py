@@ -90,7 +90,8 @@ def test_a_shutdown_ends_the_waits_of_all_threads_and_tasks(using, threads):
         errors = [thread.results[0] for thread in waiting]
         assert {type(error) for error in errors} == {LockShutDown}
         assert {error.key for error in errors} == {"stock:7"}
-        assert not key.waiters()
+        # On SQLite, a busy writer may refuse to cancel. Such a claim ends by itself.
+        eventually(lambda: not key.waiters())
         assert not db_lock("free", using=using).locked()
     assert not key.locked()
 
