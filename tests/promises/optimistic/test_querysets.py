@@ -237,7 +237,7 @@ def test_bulk_update_sends_no_more_parameters_than_sqlite_takes(monkeypatch):
     Article.objects.bulk_create(Article(title="t") for _ in range(400))
     rows = list(Article.objects.all())
     limit, most = sqlite3.SQLITE_LIMIT_VARIABLE_NUMBER, 999
-    monkeypatch.setattr(connection.features, "max_query_params", most)
+    monkeypatch.setattr(type(connection.features), "max_query_params", most)
     usual = connection.connection.setlimit(limit, most)
     try:
         assert Article.objects.bulk_update(rows, ["views"]) == 400
