@@ -189,9 +189,10 @@ def replace_versions(
     """
     field, written = version_field(model), 0
     pks = list(held)
-    # Django refuses a size below 1.
-    for start in range(0, len(pks), max(1, batch_size)):
-        batch = pks[start : start + max(1, batch_size)]
+    # Django refuses a size below 1 afterwards.
+    size = max(1, batch_size)
+    for start in range(0, len(pks), size):
+        batch = pks[start : start + size]
         expected = models.Case(
             *(models.When(pk=pk, then=models.Value(held[pk])) for pk in batch),
             output_field=models.BigIntegerField(),

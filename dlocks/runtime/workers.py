@@ -116,9 +116,9 @@ class ServerWorker:
             answer, failure = answers.get(timeout=timeout)
         except Empty:
             error = LockBackendError(
-                f"There was no answer within {timeout:g} s on a connection of dlocks'"
-                " own. The server may not answer, or its connections may be exhausted"
-                " by transactions that wait for locks."
+                f"There was no answer within {timeout:g} s on a separate connection of"
+                " dlocks. The server may not answer, or transactions that wait for"
+                " locks may have exhausted its connections."
             )
             error.is_pending = True
             raise error from None

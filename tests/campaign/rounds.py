@@ -210,8 +210,8 @@ class Round:
             if has_settled:
                 break
             if time.monotonic() - since > FREE_AFTER:
-                # The machine may be slow. The keeper now looks at the callers twice,
-                # and does what is due.
+                # The machine may be slow. Let the keeper look at the callers twice. The
+                # pause is the time that it lets pass between two looks.
                 keeper.catch_up()
                 time.sleep(LOOK_EVERY)
                 keeper.catch_up()

@@ -188,7 +188,7 @@ class Campaign:
             note = self.directory / f"worker-{slot}-{pid}.crash"
             note.write_text(f"The process {pid} did not end; see its history.")
             with contextlib.suppress(ProcessLookupError):
-                # Its stacks are in the file of its process pool.
+                # It writes its stacks into the file of its process pool meanwhile.
                 os.kill(pid, signal.SIGUSR2)
                 time.sleep(0.5)
                 os.kill(pid, signal.SIGKILL)

@@ -122,7 +122,7 @@ def test_a_lock_that_changed_hands_during_the_question_is_kept(answer):
 
 @pytest.mark.django_db(transaction=True)
 def test_a_key_that_rests_after_its_release_is_not_held():
-    """Nobody holds it, so nobody loses it."""
+    """The key has no holder, so no loss is announced."""
     with db_lock("report", min_hold=600):
         pass
     assert "'report' is resting. To force" in refused("clear_lock", "report")

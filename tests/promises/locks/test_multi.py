@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from threading import Event
 
 import pytest
@@ -406,6 +406,17 @@ def test_a_key_lost_during_the_wait_is_no_loss_of_the_hold(until, threads):
         worker.join(60)
 
 
+@contextmanager
+def filtered_log(function):
+    """Call a function with each record of the log, in the thread that writes it."""
+    logger = logging.getLogger("dlocks")
+    logger.addFilter(function)
+    try:
+        yield
+    finally:
+        logger.removeFilter(function)
+
+
 def test_a_loss_is_not_reported_for_a_hold_that_is_given_up(stops, until, threads):
     """One key was lost during the wait. The other one is about to be released."""
     told, given, release = [], [], lend("b")
@@ -428,9 +439,7 @@ def test_a_loss_is_not_reported_for_a_hold_that_is_given_up(stops, until, thread
             given.append(hold)
             hold.check()
 
-    logger = logging.getLogger("dlocks")
-    logger.addFilter(report_slowly)
-    try:
+    with filtered_log(report_slowly):
         worker = threads(work)
         until(queued("b").exists)
         losing = threads(lambda: lose("a"))
@@ -440,8 +449,6 @@ def test_a_loss_is_not_reported_for_a_hold_that_is_given_up(stops, until, thread
         assert gives_up.wait(60)
         may_report.set()
         worker.join(60)
-    finally:
-        logger.removeFilter(report_slowly)
     assert len(given) == 1
     assert told == []
 
@@ -463,9 +470,7 @@ def test_a_key_lost_during_the_wait_is_signalled_as_lost(until, threads, signall
             return hold.tokens["a"]
 
     seen = signalled(lock_released, lock_lost)
-    logger = logging.getLogger("dlocks")
-    logger.addFilter(report_slowly)
-    try:
+    with filtered_log(report_slowly):
         worker = threads(work)
         until(queued("b").exists)
         losing = threads(lambda: lose("a"))
@@ -475,8 +480,6 @@ def test_a_key_lost_during_the_wait_is_signalled_as_lost(until, threads, signall
         may_report.set()
         losing.join(60)
         until(lambda: [hold.key for signal, hold in seen if signal is lock_lost])
-    finally:
-        logger.removeFilter(report_slowly)
     assert len(losses) == 1
     ends = [(signal, hold.token) for signal, hold in seen if hold.key == "a"]
     assert sorted(ends, key=lambda end: end[1]) == [

@@ -156,7 +156,7 @@ def test_the_present_holder_is_named(using, until):
 def test_a_writer_that_loses_its_key_to_readers_is_not_told_of_a_person(
     in_other_thread,
 ):
-    """Nor is a writer named to itself, if it reads too and nobody took the key."""
+    """An error names no writer as its own successor if the key was not taken over."""
     catalogue = db_rwlock("catalogue", timeout=0)
     hold = catalogue.write().acquire()
     read = catalogue.read().acquire()
