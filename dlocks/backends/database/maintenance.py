@@ -132,8 +132,8 @@ class Maintenance:
     def reap(self, *, dry_run: bool = False) -> Iterator[int]:
         """Free stale locks as failed, end stale shared holds, delete dead claims.
 
-        Work in batches. For each batch, yield the number of locks and shared holds that
-        were freed.
+        Work in batches. Yield the number of locks and shared holds that were freed,
+        after each step, so that an error hides none of the earlier ones.
         """
         expired = {"end_time__lte": After(-self.store.reader.grace)}
         stale = self.store.locks.filter(status="P", **expired)
@@ -142,7 +142,7 @@ class Maintenance:
                 if dry_run:
                     yield self._count_unlocked([key for key, _ in page])
                 else:
-                    yield sum(self.clear(*one, stale_only=True) for one in page)
+                    yield from (self.clear(*one, stale_only=True) for one in page)
         claims = self.store.claims.values_list("pk", "key_resource")
         shares = claims.filter(version__isnull=False, hold_count__gt=0, **expired)
         if dry_run:
@@ -153,11 +153,11 @@ class Maintenance:
             return
         counted = self.store.locks.filter(Q(waiters__gt=0) | Q(shares__gt=0))
         for page in self._under_prefix(counted.values_list("pk")):
-            yield sum(self.tidy(key) for (key,) in page)
+            yield from (self.tidy(key) for (key,) in page)
         # The remaining claims are not counted, or have no lock row.
         for page in self._pages(claims.filter(**expired)):
             keys = {key for _, key in page if key.startswith(self.store.prefix())}
-            yield sum(self.tidy(key) for key in sorted(keys))
+            yield from map(self.tidy, sorted(keys))
 
     def purge(self, idle_for: float, *, dry_run: bool = False) -> Iterator[int]:
         """Delete the rows of keys that have been free for ``idle_for`` seconds.

@@ -4,7 +4,7 @@ import time
 from datetime import timedelta
 
 import pytest
-from django.db import ProgrammingError, connection, transaction
+from django.db import OperationalError, ProgrammingError, connection, transaction
 from django.utils import timezone
 
 from dlocks.models import LockClaim, ResourceLock
@@ -216,6 +216,25 @@ def test_the_reaper_audits_only_a_run_with_changes(audited):
     with connection.execute_wrapper(without_records):
         assert "permission denied" in refused("reap_locks")
     _, record = audited()
+    assert record.audit_freed == 1
+
+
+def lost_at_b(execute, sql, params, *arguments):
+    """Fail the statements about one key, as if the server had gone before them."""
+    if "b" in (params or ()):
+        raise OperationalError("the server has gone away")
+    return execute(sql, params, *arguments)
+
+
+@pytest.mark.django_db(transaction=True)
+def test_the_reaper_audits_what_it_cleared_before_an_error(audited):
+    """An error at one key hides none of those that were cleared just before."""
+    rows.stale("a")
+    rows.stale("b")
+    with connection.execute_wrapper(lost_at_b):
+        assert "the server has gone away" in refused("reap_locks")
+    assert (rows.now("a").state, rows.now("b").state) == ("free", "stale")
+    (record,) = audited()
     assert record.audit_freed == 1
 
 
