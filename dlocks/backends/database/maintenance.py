@@ -87,6 +87,9 @@ class Maintenance:
                     return rules.release(state, one.claim, at)[0], True
             return state, False
 
+        if self.store.peek(key) is None:
+            # The last holder has deleted the lock row, which did not count the claim.
+            self.store.create([key])
         return self._end(
             key, rule, lambda now: number in {one.pk for one in now.claims}
         )

@@ -394,6 +394,19 @@ def test_one_shared_hold_or_dead_claim_can_be_ended(releaser, clearer):
     assert counters("busy") == (1, 0)
 
 
+@pytest.mark.storage
+def test_a_dead_claim_without_a_lock_row_can_be_removed(clearer):
+    """InsertBackend deletes the row of a free key, and may leave such a claim."""
+    dead = rows.dead("gone")
+    (button,) = buttons(page(clearer.get(detail("gone"))))
+    text = told(end(clearer, button))
+    assert text == "1 dead claim was removed from the queue: gone"
+    assert not LockClaim.objects.filter(pk=dead.pk).exists()
+    # A forged number creates no row.
+    end(clearer, {"clear": "claim 1 nowhere"})
+    assert not ResourceLock.objects.filter(pk="nowhere").exists()
+
+
 def test_a_selected_shared_key_is_force_released_completely(releaser):
     """Force release of a shared key ends the shared holds that it listed."""
     rows.free("catalogue")
