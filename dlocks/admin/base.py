@@ -49,13 +49,15 @@ class Source:
         for alias in dict.fromkeys([DEFAULT_ALIAS, *backends]):
             try:
                 backend = backends[alias]
-            except ImproperlyConfigured:
+                # A function may return it, and know no tenant here, for example.
+                prefix = backend.prefix
+            except (ImproperlyConfigured, ValueError):
                 hidden.append((alias, _("its settings have an error")))
                 continue
             rows = isinstance(backend, DatabaseBackend)
             # Aliases with the same database and prefix have the same rows. The first
             # one stands for them.
-            table = (backend.database, backend.prefix) if rows else alias
+            table = (backend.database, prefix) if rows else alias
             if backend.unlisted and not rows:
                 hidden.append((alias, backend.unlisted))
             elif (same := tables.setdefault(table, alias)) == alias:

@@ -39,6 +39,7 @@ def boss(db, settings):
         "memory": {"BACKEND": "dlocks.backends.memory.MemoryBackend"},
         "dummy": {"BACKEND": "dlocks.backends.dummy.DummyBackend"},
         "broken": {"BACKEND": "nowhere.Backend"},
+        "tenants": alias(prefix=lambda: None),
     }
     return person("boss", is_superuser=True)
 
@@ -66,6 +67,7 @@ def test_each_alias_with_a_list_is_offered_once(boss, settings):
             "same : has the same rows as default",
             "dummy : It grants every claim, so there are no locks.",
             "broken : its settings have an error",
+            "tenants : its settings have an error",
         ):
             assert reason in text_of(text), address
     settings.DLOCKS = {"default": settings.DLOCKS["default"]}
