@@ -40,7 +40,9 @@ class DatabaseInspector(Inspector):
                 f" {ago}. The log dlocks.audit names the user and the reason, if a"
                 " person did it"
             )
-        return f"{shown_holder(key.row.holder)} took it over and released it {ago}"
+        # A transaction may still keep the key. Its release is only seen once committed.
+        how = "in a transaction" if key.row.hold_count else "and released it"
+        return f"{shown_holder(key.row.holder)} took it over {how} {ago}"
 
     def _taken_in_admin(self, claim: Claim, age: float) -> str | None:
         """Return what the admin's log says about a forced release of the claim.

@@ -15,7 +15,7 @@ from dlocks import LockBackendError, LockLost, db_lock, db_rwlock, db_semaphore
 from dlocks.backends.base import Inspector
 from dlocks.backends.database import PessimisticBackend
 from dlocks.testing import expire, held_elsewhere
-from tests import rows
+from tests import jobs, rows
 from tests.for_each import for_each
 from tests.promises.admin.names import END
 from tests.promises.admin.pages import end, fields, page
@@ -150,6 +150,23 @@ def test_the_present_holder_is_named(using, until):
         LockLost, match=r"this hold has ended\.$" if using == "insert" else had
     ):
         again.check()
+
+
+@pytest.mark.engine("postgresql", "mariadb", "mysql")
+@COMMITS
+def test_a_transaction_that_took_the_key_over_is_not_said_to_have_released_it(workers):
+    """It may still hold the key. A release in it is only seen after its commit."""
+    (taker,) = workers(1)
+    hold = db_lock("stock:7").acquire()
+    expire(hold)
+    taker.start(jobs.hold_in_transaction, "stock:7")
+    assert taker.hear() > hold.token
+    # The key was reserved for the transaction for a moment.
+    time.sleep(0.2)
+    with pytest.raises(LockLost, match=r" took it over in a transaction \d\.\d s ago"):
+        hold.check()
+    taker.tell()
+    assert taker.hear() == "ended"
 
 
 @COMMITS
