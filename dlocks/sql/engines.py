@@ -403,8 +403,8 @@ ENGINES: dict[str, Engine] = {
         read_only=frozenset({"25006"}),  # read_only_sql_transaction
         denied=frozenset({"42501"}),  # insufficient_privilege
         read_only_settings=(
-            "default_transaction_read_only is on, or the server is a standby (connect"
-            " with target_session_attrs=read-write)"
+            "the transaction is READ ONLY, default_transaction_read_only is on, or the"
+            " server is a standby (connect with target_session_attrs=read-write)"
         ),
         limits_waits=True,
         unlocks=True,

@@ -109,6 +109,18 @@ def test_a_read_only_server_is_reported_with_its_setting(doomed):
         assert f" {SETTING} is on" in error
 
 
+@pytest.mark.engine("postgresql")
+def test_a_read_only_transaction_is_not_blamed_on_the_server():
+    """The error names it as the first reason. The transaction can continue."""
+    with transaction.atomic():
+        connection.cursor().execute("SET TRANSACTION READ ONLY")
+        with pytest.raises(
+            LockBackendError, match="write: the transaction is READ ONLY"
+        ):
+            db_lock("a").acquire()
+        assert not ResourceLock.objects.exclude(status="S").exists()
+
+
 @pytest.mark.engine("sqlite")
 def test_a_read_only_file_is_reported_with_advice():
     run = connection.cursor().execute
