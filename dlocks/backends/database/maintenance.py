@@ -18,7 +18,7 @@ from dlocks.backends.database.state import Key
 from dlocks.backends.database.store import Store
 from dlocks.backends.table import KeyState, Moment
 from dlocks.exceptions import LockBackendError
-from dlocks.sql.clock import After, Ticks
+from dlocks.sql.clock import After, Ticks, ticks
 from dlocks.values import Holder
 
 
@@ -173,8 +173,10 @@ class Maintenance:
             ~Exists(claims), end_time__lte=After(-idle_for), waiters=0, shares=0
         )
         # A row is only deleted once the clock has passed its version. The version of a
-        # new row starts at the clock, and must be larger.
-        unused = unused.filter(version__lt=Ticks()).exclude(status="P")
+        # new row starts at the clock, and must be larger. It also tells when a share
+        # was granted last, which does not change the time in the row.
+        unused = unused.filter(version__lt=Ticks() - ticks(idle_for))
+        unused = unused.exclude(status="P")
         for page in self._under_prefix(unused.values_list("pk")):
             keys = [key for (key,) in page]
             yield self._count_unlocked(keys) if dry_run else self._purge(unused, keys)

@@ -7,6 +7,7 @@ import pytest
 from django.db import OperationalError, ProgrammingError, connection, transaction
 from django.utils import timezone
 
+from dlocks import db_semaphore
 from dlocks.models import LockClaim, ResourceLock
 from tests import jobs, rows
 from tests.promises.admin.pages import counters
@@ -187,6 +188,20 @@ def test_rows_with_claims_are_not_purged():
     assert "1 unused row would be deleted" in dry
     assert "1 unused row deleted" in run("reap_locks", "--idle-for", "1d")
     assert set(states()) == {"shared", "uncounted", "waited"}
+
+
+@pytest.mark.storage
+@pytest.mark.django_db(transaction=True)
+def test_the_row_of_a_key_that_was_just_shared_is_not_purged():
+    """Its time is that of the last exclusive hold, and its token a recent one."""
+    with db_semaphore("api", permits=2):
+        time.sleep(1.1)
+    with db_semaphore("api", permits=2) as hold:
+        pass
+    assert "0 unused rows deleted" in run("reap_locks", "--idle-for", "1s")
+    assert rows.now("api").version == hold.token
+    time.sleep(1.1)
+    assert "1 unused row deleted" in run("reap_locks", "--idle-for", "1s")
 
 
 def without_records(execute, sql, *arguments):
