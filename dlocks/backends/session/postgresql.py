@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import socket
+from contextlib import suppress
 from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
@@ -12,6 +13,7 @@ from django.db.utils import Error
 
 from dlocks.backends.session.session import Session
 from dlocks.exceptions import LockBackendError
+from dlocks.runtime.polling import ready
 from dlocks.sql.clock import TICKS
 from dlocks.sql.engines import sqlstate_of
 
@@ -162,9 +164,18 @@ class PostgreSQLSession(Session):
             return block.fetchone()
 
     def read_rest(self) -> None:
-        # psycopg itself does this after a KeyboardInterrupt only.
-        while self.wrapper.connection.pgconn.get_result() is not None:
-            pass
+        # psycopg itself does this after a KeyboardInterrupt only. Its get_result() must
+        # not wait for the server, because it would stop all threads of the process.
+        pgconn = self.wrapper.connection.pgconn
+        # If the session has ended, the next statement finds out.
+        with suppress(Error), self.wrapper.wrap_database_errors:
+            is_complete = False
+            while not is_complete:
+                while pgconn.is_busy():
+                    # Now and then, because consume_input() also sends.
+                    ready(pgconn.socket, timeout=1.0)
+                    pgconn.consume_input()
+                is_complete = pgconn.get_result() is None
 
     def code(self, error: Error) -> str:
         # Without a state, the error is not the server's.

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from itertools import pairwise
 
 import pytest
 from django.db import connection
@@ -19,6 +20,7 @@ from dlocks.backends.session import SessionBackend
 from dlocks.values import Claim
 from tests import jobs
 from tests.for_each import for_each
+from tests.processes import on_database
 from tests.promises.session.server import (
     POSTGRESQL,
     SERVERS,
@@ -216,6 +218,48 @@ def test_an_interrupted_request_ends_no_other_hold(
     other.release()
     for key in ("stock:7", "another"):
         assert elsewhere.call(jobs.try_once, key, using="session")
+
+
+def acquire_interrupted(pipe):
+    """Acquire a lock, and return the longest pause of another thread meanwhile."""
+
+    def handler(*_):
+        raise TimeLimitError
+
+    def beat():
+        while not is_over.wait(0.01):
+            beats.append(time.monotonic())
+
+    beats, is_over = [time.monotonic()], threading.Event()
+    signal.signal(signal.SIGUSR1, handler)
+    with lock("warm"):
+        pipe.pause("connected")
+        beating = threading.Thread(target=beat)
+        beating.start()
+        with pytest.raises(TimeLimitError):
+            lock().acquire()
+        is_over.set()
+        beating.join()
+    beats.append(time.monotonic())
+    return max(after - before for before, after in pairwise(beats))
+
+
+@POSTGRESQL
+def test_a_late_reply_to_an_interrupted_request_stops_no_thread(
+    doomed, proxy, observer, until
+):
+    """Other threads go on while the release of an unknown grant waits for the reply."""
+    worker = doomed(**on_database())
+    worker.call(acquire_interrupted)
+    proxy.late.set()
+    worker.tell()
+    until(lambda: observer.holder("stock:7"))
+    os.kill(worker.process.pid, signal.SIGUSR1)
+    # So late is the reply.
+    time.sleep(1.0)
+    proxy.late.clear()
+    in_time(worker.hear(), 0.5)
+    until(lambda: observer.holder("stock:7") is None)
 
 
 @POSTGRESQL
