@@ -108,7 +108,7 @@ def abandoned(key: str, *, using: str = DEFAULT_ALIAS, holder: str = HOLDER) -> 
     The crash was longer ago than the ttl, so the key is stale and can be taken over.
     """
     backend, claim = _claim(key, using, LONG_AGO, holder)
-    _take(backend, claim)
+    _take(_expirable(backend), claim)
     _end_lease(backend, claim)
 
 
@@ -218,11 +218,15 @@ def _take(backend: Backend, claim: Claim) -> None:
 
 
 def _end_lease(backend: Backend, claim: Claim) -> None:
+    _expirable(backend).expire(claim, LONG_AGO)
+
+
+def _expirable(backend: Backend) -> DatabaseBackend | MemoryBackend:
     if not isinstance(backend, (DatabaseBackend, MemoryBackend)):
         raise NotImplementedError(
             f"A lease of {type(backend).__name__} cannot be expired for a test."
         )
-    backend.expire(claim, LONG_AGO)
+    return backend
 
 
 def _live(hold: Hold | str, using: str) -> Hold:

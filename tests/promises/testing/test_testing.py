@@ -79,6 +79,20 @@ def test_an_abandoned_key_is_stale_and_taken_over(using):
         assert not hold.takeover
 
 
+def test_a_key_that_cannot_be_abandoned_stays_free(settings):
+    memory, quorum = "memory.MemoryBackend", "quorum.QuorumBackend"
+    settings.DLOCKS = {
+        "member": {"BACKEND": f"dlocks.backends.{memory}"},
+        "quorum": {
+            "BACKEND": f"dlocks.backends.{quorum}",
+            "OPTIONS": {"of": ["member"]},
+        },
+    }
+    with pytest.raises(NotImplementedError, match="A lease of QuorumBackend cannot"):
+        abandoned("stock:7", using="quorum")
+    assert db_lock("stock:7", using="quorum").holder() is None
+
+
 # The end of a lease.
 
 
