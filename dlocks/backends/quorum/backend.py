@@ -177,7 +177,8 @@ class QuorumBackend(Backend):
             }
             if len(left) >= self.majority:
                 result[claim.owner] = min(claim.ttl, self._guaranteed(left.values()))
-                term.ends = sent + result[claim.owner]
+                # A member that could not renew it just then keeps what it granted.
+                term.ends = max(term.ends, sent + result[claim.owner])
                 take = partial(self._take, claim=claim, term=term)
                 # The others have lost the grant, or never received the request.
                 for member in self.members():

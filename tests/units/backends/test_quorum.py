@@ -1,4 +1,4 @@
-"""An interrupted request to the members of a quorum."""
+"""Requests to the members of a quorum that are interrupted, or that fail."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 
+from dlocks.backends.quorum import backend as quorum
 from dlocks.backends.quorum import members
 from tests.internals import MemoryBackend
 from tests.promises.backends.others import claim
@@ -50,3 +51,16 @@ def test_an_interrupt_leaves_no_thread_of_a_member_waiting(
         if not struck:
             break
     assert number > 100
+
+
+def test_a_hold_that_could_not_be_renewed_just_then_is_not_forgotten(monkeypatch):
+    class Failing(MemoryBackend):
+        def renew(self, claims):
+            return dict.fromkeys(super().renew(claims), 0.0)
+
+    monkeypatch.setattr(quorum, "TERMS", 1)
+    backend, held = quorum_of([Failing(name) for name in "abc"]), claim()
+    assert backend.acquire(held)
+    assert held.owner in backend.renew([held])
+    assert backend.acquire(claim("another"))
+    assert backend.verify([held], 1)
