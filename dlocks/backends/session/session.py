@@ -178,7 +178,10 @@ class Session:
         return row
 
     def free(self, lock: Lock) -> bool:
-        """Release a lock, and return whether the session had it."""
+        """Release a lock, and return whether the session had it.
+
+        It stays doubted, until its claim is no longer on the session.
+        """
         name, shared = lock
         cancelled = 0
         while cancelled < 5:
@@ -190,7 +193,6 @@ class Session:
             if row is None:
                 cancelled += 1
             elif not (row[0] and was_doubted):
-                self.doubted.discard(lock)
                 return bool(row[0]) or was_doubted
         raise SessionDiedError("the release of a lock was cancelled")
 

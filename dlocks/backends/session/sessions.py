@@ -229,7 +229,9 @@ class Sessions:
                     # The server counts a second lock.
                     session.doubted.add(entry.lock)
             elif claim.shared:
-                statement += " shared again" if is_shared else " shared"
+                # A release that was interrupted may have freed a doubted lock.
+                joins = is_shared and entry.lock not in session.doubted
+                statement += " shared again" if joins else " shared"
             was_doubted = entry.lock in session.doubted
             session.doubted.add(entry.lock)
             try:
@@ -246,6 +248,8 @@ class Sessions:
             if row is None or (waits and row[0] is None):
                 # The engine may have granted the lock before.
                 self._free(entry, session)
+                if not is_shared:
+                    session.doubted.discard(entry.lock)
                 return True
             if not was_doubted:
                 session.doubted.discard(entry.lock)
@@ -259,10 +263,13 @@ class Sessions:
                 return
         try:
             with session.mutex:
-                if not entry.gone:
+                is_here = not entry.gone
+                if is_here:
                     entry.was_held = self._free(entry, session)
                 with self._claims.mutex:
                     self._claims.forget(entry)
+                if is_here and not self._claims.is_shared(entry, session):
+                    session.doubted.discard(entry.lock)
                 self.limit_idle(session)
         except SessionDiedError as error:
             self.close(session, error)

@@ -312,6 +312,28 @@ def test_a_reader_that_joins_at_a_release_passes_no_writer(
     other.release(writing)
 
 
+@POSTGRESQL
+def test_a_reader_that_joins_at_an_interrupted_release_has_its_own_hold(
+    backend, monkeypatch, is_free
+):
+    """The last reader's thread was struck after the server had freed the key."""
+
+    def strike(_):
+        raise KeyboardInterrupt
+
+    reader, second = claim(shared=True), claim(shared=True)
+    assert backend.acquire(reader)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(backend.claims, "forget", strike)
+        backend.release(reader)
+    assert backend.acquire(second)
+    # The reader's thread goes on to release it.
+    backend.release(reader)
+    assert not is_free()
+    assert backend.release(second)
+    assert is_free()
+
+
 # Cancelled claims and statements.
 
 
