@@ -122,6 +122,19 @@ def test_in_a_transaction_the_lock_ends_with_it(is_busy):
             lock().acquire()
 
 
+@POSTGRESQL
+def test_a_lock_in_a_transaction_needs_no_table(doomed):
+    with connection.cursor() as cursor:
+        cursor.execute("DROP DATABASE IF EXISTS dlocks_empty")
+        cursor.execute("CREATE DATABASE dlocks_empty")
+        holder = doomed(DLOCKS_TEST_NAME="dlocks_empty")
+        holder.start(jobs.hold_in_transaction, "stock:7", using="session")
+        assert holder.hear()
+        holder.tell()
+        assert holder.hear() == "ended"
+        cursor.execute("DROP DATABASE dlocks_empty WITH (FORCE)")
+
+
 @pytest.mark.engine("mariadb")
 def test_on_mariadb_a_lease_lasts_until_the_transaction_ends(is_busy):
     with transaction.atomic():
