@@ -235,7 +235,7 @@ class SessionBackend(Backend):
             else:
                 # From here on, no other thread may request the key for it.
                 entry.leaving = True
-        self.queue.wait_without(claim)
+        self._wait_without(claim)
         if entry.resting:
             # Its session may have ended, and another caller may have had the key since.
             # Or the time is over, and the key was released as usual.
@@ -258,6 +258,17 @@ class SessionBackend(Backend):
 
     def notifier(self, channel: str) -> Notifier:
         return self.queue.notifier
+
+    @staticmethod
+    def held(owner: str) -> tuple[Entry, Session] | None:
+        """Return a hold of this process, perhaps of another alias of the database."""
+        found = (one.claims.held(owner) for one in list(_backends))
+        return next(filter(None, found), None)
+
+    @staticmethod
+    def _wait_without(claim: Claim) -> None:
+        for one in list(_backends):
+            one.queue.wait_without(claim)
 
     def waiting(self, key: str) -> int:
         return self.inspector.waiting(key)
@@ -373,7 +384,7 @@ class SessionBackend(Backend):
         return session.stood_at + every if is_due else math.inf
 
     def _end(self, entry: Entry) -> None:
-        self.queue.wait_without(entry.claim)
+        self._wait_without(entry.claim)
         session = entry.session
         try:
             self.queue.release(entry)

@@ -49,6 +49,8 @@ class Facts(NamedTuple):
 class SessionInspector(Inspector):
     """An inspector that knows this process, and sees the sessions of others."""
 
+    backend: Any
+
     def __init__(self, backend: Backend, claims: Claims, sessions: Sessions) -> None:
         super().__init__(backend)
         self._claims = claims
@@ -119,7 +121,7 @@ class SessionInspector(Inspector):
         for one in claim.holding:
             if not one.owner:
                 held.append((0, self._shown(one.key), 0))
-            elif found := self._claims.held(one.owner):
+            elif found := self.backend.held(one.owner):
                 hold, session = found
                 if not hold.leaving and hold.ends_at > clock.now():
                     held.append((hold.number, self._shown(one.key), session.pid))

@@ -130,6 +130,28 @@ def test_deadlocks_are_not_found_if_the_server_shows_no_statements(
 
 
 @SERVERS
+def test_a_hold_of_another_alias_is_part_of_a_deadlock(settings, threads):
+    """Both aliases use the locks of the same database."""
+    settings.DLOCKS = {**settings.DLOCKS, "again": {**settings.DLOCKS["session"]}}
+    both = threading.Barrier(2)
+
+    def nest(first, second):
+        with db_lock(first, using="session"):
+            both.wait(30)
+            try:
+                with db_lock(second, timeout=8, using="again"):
+                    return "both"
+            except LockTimeout as error:
+                return type(error).__name__
+
+    nesting = [threads(lambda: nest("a", "b")), threads(lambda: nest("b", "a"))]
+    for thread in nesting:
+        thread.join(60)
+    assert sorted(thread.results[0] for thread in nesting) == ["LockDeadlock", "both"]
+    disconnect(backends["again"])
+
+
+@SERVERS
 def test_a_hold_of_a_lost_session_is_no_part_of_a_deadlock(workers, doomed, until):
     """Its caller still waits, but another one that does not wait has the key."""
     backend, waiter, (other,) = backends["session"], doomed(), workers(1)
