@@ -40,6 +40,7 @@ NAMES = {
     "MemoryBackend": "dlocks.backends.memory:MemoryBackend",
     "RedisBackend": "dlocks.backends.redis.backend:RedisBackend",
     "SessionBackend": "dlocks.backends.session.backend:SessionBackend",
+    "session_claims": "dlocks.backends.session.claims",
     "zookeeper": "dlocks.backends.zookeeper.backend",
     "waiters": "dlocks.runtime.waiters",
     "ZooKeeperBackend": "dlocks.backends.zookeeper.backend:ZooKeeperBackend",

@@ -263,7 +263,9 @@ class Sessions:
                 return
         try:
             with session.mutex:
-                is_here = not entry.gone
+                # If not, an interrupt has struck after the release, and another claim
+                # may have the lock by now.
+                is_here = entry in session.at.get(entry.name, ())
                 if is_here:
                     entry.was_held = self._free(entry, session)
                 with self._claims.mutex:

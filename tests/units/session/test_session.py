@@ -12,7 +12,13 @@ from django.db import connection
 from dlocks import LockBackendError
 from tests import jobs
 from tests.finalizers import by_finalizer, noting
-from tests.internals import Claim, SessionBackend, backends, disconnect
+from tests.internals import (
+    Claim,
+    SessionBackend,
+    backends,
+    disconnect,
+    session_claims,
+)
 from tests.promises.session.server import POSTGRESQL, SERVERS, lock
 
 pytestmark = [
@@ -329,6 +335,31 @@ def test_a_reader_that_joins_at_an_interrupted_release_has_its_own_hold(
     assert backend.acquire(second)
     # The reader's thread goes on to release it.
     backend.release(reader)
+    assert not is_free()
+    assert backend.release(second)
+    assert is_free()
+
+
+@SERVERS
+def test_an_interrupted_release_takes_no_key_from_the_next_claim(
+    backend, monkeypatch, is_free
+):
+    """The thread was struck after the key was free for other threads, too."""
+    first, second = claim(), claim()
+    assert backend.acquire(first)
+    at, remove = backend.sessions.main.at, session_claims.remove
+
+    def strike(table, entry):
+        remove(table, entry)
+        if table is at:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(session_claims, "remove", strike)
+        backend.release(first)
+    assert backend.acquire(second)
+    # The first one's thread goes on to release it.
+    backend.release(first)
     assert not is_free()
     assert backend.release(second)
     assert is_free()
