@@ -82,6 +82,17 @@ class Claims(LocalClaims[Entry]):
         return entry, entry.session
 
     @staticmethod
+    def session_of(entry: Entry) -> Session | None:
+        """Return the session of a claim, or None if it has left it.
+
+        An interrupt may have struck before that was recorded. The session may have
+        another claim on the key by now.
+        """
+        session = entry.session
+        is_there = session is not None and entry in session.at.get(entry.name, ())
+        return session if is_there else None
+
+    @staticmethod
     def is_shared(entry: Entry, session: Session) -> bool:
         """Return whether another claim shares the session's lock of a key."""
         return entry.claim.shared and any(

@@ -96,7 +96,7 @@ class EngineQueue:
         """
         with self._claims.mutex:
             entry.leaving = True
-            session = entry.session if entry.waiting else None
+            session = self._claims.session_of(entry) if entry.waiting else None
             # Another thread may release it first, and the session then has another one.
             over = Latch() if session is None else session.wait_over
         if session is not None and session in self._sessions.for_waiters:

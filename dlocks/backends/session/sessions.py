@@ -258,14 +258,12 @@ class Sessions:
     def release(self, entry: Entry) -> None:
         """Release the key of a claim. Another thread may do so at the same time."""
         with self._claims.mutex:
-            if (session := entry.session) is None:
+            if (session := self._claims.session_of(entry)) is None:
                 self._claims.forget(entry)
                 return
         try:
             with session.mutex:
-                # If not, an interrupt has struck after the release, and another claim
-                # may have the lock by now.
-                is_here = entry in session.at.get(entry.name, ())
+                is_here = self._claims.session_of(entry) is session
                 if is_here:
                     entry.was_held = self._free(entry, session)
                 with self._claims.mutex:

@@ -340,29 +340,65 @@ def test_a_reader_that_joins_at_an_interrupted_release_has_its_own_hold(
     assert is_free()
 
 
+@pytest.fixture
+def struck_at_release(backend, monkeypatch):
+    """Return a function that releases a claim, in a thread that is struck meanwhile.
+
+    The claim has just left its session, which another thread may use.
+    """
+
+    def release(claim):
+        session, remove = (
+            backend.claims.entries[claim.owner].session,
+            session_claims.remove,
+        )
+
+        def strike(table, entry):
+            remove(table, entry)
+            if table is session.at:
+                raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(session_claims, "remove", strike)
+            backend.release(claim)
+
+    return release
+
+
 @SERVERS
 def test_an_interrupted_release_takes_no_key_from_the_next_claim(
-    backend, monkeypatch, is_free
+    backend, struck_at_release, is_free
 ):
-    """The thread was struck after the key was free for other threads, too."""
     first, second = claim(), claim()
     assert backend.acquire(first)
-    at, remove = backend.sessions.main.at, session_claims.remove
-
-    def strike(table, entry):
-        remove(table, entry)
-        if table is at:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(session_claims, "remove", strike)
-        backend.release(first)
+    struck_at_release(first)
     assert backend.acquire(second)
     # The first one's thread goes on to release it.
     backend.release(first)
     assert not is_free()
     assert backend.release(second)
     assert is_free()
+
+
+@pytest.mark.engine("mariadb")
+def test_an_interrupted_waiter_does_not_wait_for_the_next_one(
+    backend, other, struck_at_release, in_queue, threads
+):
+    """That one waits for as long as the holder needs."""
+    holder, first, second = claim(), claim(), claim()
+    assert other.acquire(holder)
+    backend.queue.places = 1
+    assert backend.enqueue(first).position
+    in_queue(1)
+    struck_at_release(first)
+    assert backend.enqueue(second).position
+    in_queue(1)
+    releasing = threads(lambda: backend.release(first))
+    releasing.join(10)
+    results = [*releasing.results]
+    assert other.release(holder)
+    backend.release(second)
+    assert results == [False]
 
 
 # Cancelled claims and statements.
