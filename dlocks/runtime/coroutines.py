@@ -144,7 +144,8 @@ async def run_in_sync_thread(
         except asyncio.CancelledError as error:
             cancelled = error
         except GeneratorExit:
-            if _get_running_loop() is None:
+            # Another loop may run here.
+            if not (way.done() or way.get_loop().is_running()):
                 _abandon(way)
             raise
         no_way = way.exception() if way.done() and not way.cancelled() else None
