@@ -463,7 +463,7 @@ async def aleave_block(
     """Leave the entries of a block of a coroutine."""
     leave, hold = partial(leave_block, blocks, block, error), block.hold
     leave_later = partial(keeper.post, leave, hold.backend)
-    if isinstance(error, GeneratorExit) and _get_running_loop() is None:
+    if isinstance(error, GeneratorExit) and not _runs_in_loop_of(block.caller):
         # The coroutine is closed outside of its loop. Nothing can be awaited.
         leave_later()
         return
@@ -471,6 +471,14 @@ async def aleave_block(
     await make_undoable(
         leave, leave, leave_later, in_transaction=hold.scope == "transaction"
     )
+
+
+def _runs_in_loop_of(caller: Any) -> bool:
+    """Return whether this is the event loop of a task, and not another one."""
+    loop = _get_running_loop()
+    if loop is None or not hasattr(caller, "get_loop"):
+        return False
+    return bool(caller.get_loop() is loop)
 
 
 def leave_entries(entries: Sequence[Entry], *, failed: bool, block: bool) -> None:

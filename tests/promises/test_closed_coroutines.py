@@ -238,6 +238,37 @@ def test_a_block_that_is_closed_outside_of_its_loop_frees_its_key(case, until, i
 
 
 @pytest.mark.front
+@for_each("of_hold", [False, True])
+def test_a_coroutine_that_is_closed_in_another_loop_frees_all_of_its_keys(
+    of_hold, until, is_busy
+):
+    """Its own loop has stopped, so nothing can be awaited at the end of its blocks."""
+
+    async def block(key):
+        lock = db_lock(key, using="memory")
+        return await lock.aacquire() if of_hold else lock
+
+    async def work(entered):
+        async with await block("a"), await block("b"):
+            entered.set()
+            await asyncio.Event().wait()
+
+    async def main():
+        entered = asyncio.Event()
+        task = asyncio.create_task(work(entered))
+        await entered.wait()
+        return task
+
+    async def other(task):
+        task.get_coro().close()
+
+    with new_loop() as loop:
+        asyncio.run(other(loop.run_until_complete(main())))
+        for key in "ab":
+            until(lambda key=key: not is_busy(key, using="memory"), 5)
+
+
+@pytest.mark.front
 def test_a_request_of_a_closed_loop_changes_no_context_of_another_loop(stops):
     """Its task becomes garbage while another task runs in the same thread."""
     whose = ContextVar("whose")
