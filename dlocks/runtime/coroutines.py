@@ -200,7 +200,14 @@ class Undoable:
                 raise
             except BaseException:
                 # Cancelled, or a signal handler has raised in the thread of a request.
-                await self.make(self.undo)
+                try:
+                    await self.make(self.undo)
+                except GeneratorExit:
+                    raise
+                except BaseException:
+                    # Once more, because an interrupt may have hit the first call.
+                    await self.make(self.undo)
+                    raise
                 raise
         except GeneratorExit:
             # For example, the garbage collector closes a task whose loop was closed.

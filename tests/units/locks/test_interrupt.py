@@ -47,12 +47,18 @@ def test_an_interrupted_call_of_a_coroutine_ends(when, monkeypatch, is_busy):
 @pytest.mark.front
 @for_each(
     "case",
-    [("block", "before"), ("block", "after"), ("detach", "after"), ("resume", "after")],
+    [
+        ("wait", "before"),
+        ("block", "before"),
+        ("block", "after"),
+        ("detach", "after"),
+        ("resume", "after"),
+    ],
 )
 def test_an_interrupted_call_leaves_no_key_while_its_loop_runs(
-    case, monkeypatch, is_busy
+    case, monkeypatch, is_busy, in_other_thread
 ):
-    """No caller receives the text, or the hold."""
+    """No caller receives the text, or the hold, nor waits any more."""
     what, when = case
     lock, call = db_lock("stock:7"), coroutines._Call.__call__
 
@@ -66,7 +72,22 @@ def test_an_interrupted_call_leaves_no_key_while_its_loop_runs(
 
         monkeypatch.setattr(coroutines._Call, "__call__", interrupted)
 
+    async def wait():
+        hold = await asyncio.to_thread(in_other_thread, lock.acquire)
+        task = asyncio.create_task(lock.aacquire())
+        while not await hold.aqueue_length():
+            await asyncio.sleep(0.005)
+        interrupt()
+        task.cancel()
+        try:
+            await task
+        finally:
+            await hold.arelease()
+
     async def use():
+        if what == "wait":
+            await wait()
+            return
         if what == "block":
             async with lock:
                 interrupt()
