@@ -349,8 +349,13 @@ class Lock(LockPolicy):
         acquiring.add(caller)
         try:
             hold: Hold = await adrive(acquisition)
-        finally:
             acquiring.discard(caller)
+        except BaseException:
+            acquiring.discard(caller)
+            if acquisition.result is not None:
+                # An interrupt has come after the grant.
+                acquisition.cancel_later()
+            raise
         return hold
 
 

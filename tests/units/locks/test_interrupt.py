@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
+from contextlib import closing
+from functools import partial
 
 import pytest
 from asgiref.sync import AsyncToSync, async_to_sync
@@ -15,7 +18,7 @@ from tests.for_each import for_each
 from tests.internals import backends, call_as_writer, coroutines
 from tests.volume import volume
 
-pytest_plugins = ["tests.alarms"]
+pytest_plugins = ["tests.alarms", "tests.moments"]
 pytestmark = pytest.mark.django_db(transaction=True)
 
 
@@ -106,6 +109,26 @@ def test_an_interrupted_call_leaves_no_key_while_its_loop_runs(
             return await asyncio.to_thread(is_busy)
 
     assert not async_to_sync(main)()
+
+
+# An inner coroutine may not have begun.
+@pytest.mark.filterwarnings("ignore:coroutine '.*' was never awaited:RuntimeWarning")
+@pytest.mark.front
+def test_an_interrupt_at_any_moment_of_a_coroutine_leaves_no_key(
+    strike_in_dlocks, is_busy, until
+):
+    """Its event loop goes on, so nothing else frees the key."""
+    lock = db_lock("stock:7", using="memory")
+    with closing(asyncio.new_event_loop()) as loop:
+        for number in itertools.count():
+            task = loop.create_task(lock.aacquire())
+            end = partial(loop.run_until_complete, asyncio.wait([task], timeout=20))
+            if not strike_in_dlocks(number, end, None, ("core", "runtime")):
+                break
+            assert task.exception() is not None
+            until(lambda: not is_busy("stock:7", "memory"), 5)
+        assert number > 100
+        loop.run_until_complete(task.result().arelease())
 
 
 @pytest.mark.front
