@@ -311,8 +311,13 @@ class Hold:
     async def __aexit__(
         self, kind: object, error: BaseException | None, traceback: object
     ) -> None:
-        block = self._blocks.to_end(sys._getframe().f_back, self.key)
-        await aleave_block(self._blocks, block, error)
+        block = None
+        try:
+            block = self._blocks.to_end(sys._getframe().f_back, self.key)
+            await aleave_block(self._blocks, block, error)
+        except BaseException:
+            aleave_interrupted(self._blocks, block, sys._getframe().f_back, error)
+            raise
 
     # Internal methods.
 
@@ -471,6 +476,20 @@ async def aleave_block(
     await make_undoable(
         leave, leave, leave_later, in_transaction=hold.scope == "transaction"
     )
+
+
+def aleave_interrupted(
+    blocks: Blocks,
+    block: Block | None,
+    frame: FrameType | None,
+    error: BaseException | None,
+) -> None:
+    """Let a worker leave a block whose ``__aexit__()`` an interrupt has ended."""
+    with suppress(RuntimeError):
+        block = block or blocks.to_end(frame, "")
+        if block in blocks.open and block.hold.scope == "lease":
+            leave = partial(leave_block, blocks, block, error)
+            keeper.post(leave, block.hold.backend)
 
 
 def _runs_in_loop_of(caller: Any) -> bool:

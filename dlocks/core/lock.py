@@ -31,6 +31,7 @@ from dlocks.core.claims import hold_at
 from dlocks.core.hold import (
     Hold,
     aleave_block,
+    aleave_interrupted,
     leave_block,
     leave_entries,
     leave_interrupted,
@@ -273,8 +274,13 @@ class Lock(LockPolicy):
     async def __aexit__(
         self, kind: object, error: BaseException | None, traceback: object
     ) -> None:
-        block = self._blocks.to_end(sys._getframe().f_back, self.key)
-        await aleave_block(self._blocks, block, error)
+        block = None
+        try:
+            block = self._blocks.to_end(sys._getframe().f_back, self.key)
+            await aleave_block(self._blocks, block, error)
+        except BaseException:
+            aleave_interrupted(self._blocks, block, sys._getframe().f_back, error)
+            raise
 
     # Internal methods.
 
