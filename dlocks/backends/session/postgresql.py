@@ -164,19 +164,26 @@ class PostgreSQLSession(Session):
             return block.fetchone()
 
     def read_rest(self) -> None:
-        # psycopg itself does this after a KeyboardInterrupt only. Its get_result() must
-        # not wait for the server, because it would stop all threads of the process.
-        pgconn = self.wrapper.connection.pgconn
-        # If the session has ended, the next statement finds out.
+        # psycopg itself does this after a KeyboardInterrupt only. If the session has
+        # ended, the next statement finds out.
         with suppress(Error), self.wrapper.wrap_database_errors:
-            is_complete = False
-            while not is_complete:
-                while pgconn.is_busy():
-                    # Now and then, because consume_input() also sends.
-                    ready(pgconn.socket, timeout=1.0)
-                    pgconn.consume_input()
-                is_complete = pgconn.get_result() is None
+            _read_results(self.wrapper.connection.pgconn)
 
     def code(self, error: Error) -> str:
         # Without a state, the error is not the server's.
         return sqlstate_of(error) or "08"
+
+
+def _read_results(pgconn: Any) -> None:
+    """Read all results of the last statement.
+
+    ``get_result()`` must not wait for the server itself, because it would stop all
+    threads of the process meanwhile.
+    """
+    is_complete = False
+    while not is_complete:
+        while pgconn.is_busy():
+            # Now and then, because consume_input() also sends.
+            ready(pgconn.socket, timeout=1.0)
+            pgconn.consume_input()
+        is_complete = pgconn.get_result() is None
