@@ -18,7 +18,7 @@ help:
 	@echo 'make demo      a flash sale in a shop, without a lock and with each lock'
 	@echo 'make serve     run the shop and its admin at http://$(ADDRESS)/'
 	@echo 'make test      run the tests on SQLite, PostgreSQL, MariaDB and MySQL, and install what is missing'
-	@echo '               (5 minutes; with ARGS=sqlite 2 minutes; ARGS="sqlite -- -k transaction": engines, then arguments of pytest)'
+	@echo '               (9 minutes; with ARGS=sqlite 3 minutes; ARGS="sqlite -- -k transaction": engines, then arguments of pytest)'
 	@echo 'make test-pages  run all tests of pages in a browser, of which "make test" runs two (1 minute)'
 	@echo 'make nightly   run what takes long or depends on other packages: the recipes, the flash sale in a browser, all tests'
 	@echo '               with a multiple of their random events, campaigns, and the nemesis with its peers (2 hours; VOLUME=3 MINUTES=10)'

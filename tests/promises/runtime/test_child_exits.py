@@ -16,7 +16,7 @@ import pytest
 from dlocks import LeaderElection
 from dlocks.models import HoldRecord, ResourceLock
 from tests.celery_app import application
-from tests.timing import eventually
+from tests.timing import TooLateError, eventually
 
 pytestmark = [pytest.mark.front, pytest.mark.django_db(transaction=True)]
 
@@ -130,5 +130,10 @@ def test_a_replaced_celery_worker_releases_and_records(program, tmp_path):
     until(lambda: left.filter(status="P").count() == 1)
     worker.send_signal(signal.SIGTERM)
     output, _ = worker.communicate(timeout=60)
-    assert records() == all_of("a", "b", "c"), output
+    expected = all_of("a", "b", "c")
+    if expected.keys() - records().keys() == {"cleft"}:
+        # A second SIGTERM ends a worker that exits slowly (Pool._terminate_pool() of
+        # billiard), and may hit the last write.
+        raise TooLateError("Celery ended the worker before it had exited.")
+    assert records() == expected, output
     assert not left.filter(status="P").exists()
