@@ -9,7 +9,7 @@ import threading
 import weakref
 from asyncio import _get_running_loop
 from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,8 +26,8 @@ from dlocks.transactions import open_connections
 
 T = TypeVar("T")
 
-# Seconds after which a call checks whether Django's thread waits for a lock. Each check
-# doubles them, because a thousand calls may wait for their turn.
+# Seconds after which a call checks its state, and whether Django's thread waits for a
+# lock. Each check doubles them, because a thousand calls may wait for their turn.
 FIRST_CHECK, LAST_CHECK = 0.05, 0.8
 
 # Tasks that are acquiring a lock. Weak, because a task whose loop was closed never
@@ -40,6 +40,10 @@ _waiting: list[Any] = []
 # None if the last call was in a transaction.
 _sync_threads = weakref.WeakKeyDictionary[Any, threading.Thread | None]()
 _spare: ThreadPoolExecutor
+# The tasks that bring calls to Django's thread. A coroutine whose loop was closed must
+# close its own before the garbage collector does. So the task is kept here, and has no
+# reference to that coroutine once the call has begun.
+_ways = set[Any]()
 
 
 def refuse_in_a_coroutine(instead: str) -> None:
@@ -120,27 +124,28 @@ async def run_in_sync_thread(
     thread that is only busy may be in a transaction, which the spare thread cannot see.
     ``in_transaction_only`` forbids it, for the work of a transaction.
     """
-    call = _Call(function)
-    outcome = asyncio.wrap_future(call.outcome)
+    changed = asyncio.Event()
+    call = _Call(function, changed)
     way: asyncio.Task[None] | None = None
     cancelled: asyncio.CancelledError | None = None
     pause = FIRST_CHECK
     # A loop may end, so the task must not stay unfinished. The thread that collects it
     # as garbage would run its last lines, and get the context variables that they
     # restore.
-    while way is None or not (outcome.done() and way.done()):
+    while way is None or call.answer is None or not way.done():
         if way is None or (way.cancelled() and not call.begun):
             # A loop that ends all of its tasks has cancelled this one.
-            way = asyncio.create_task(sync_to_async(call)())
-        if outcome.done() and call.is_in_worker:
+            way = _start(call, changed)
+        # The task ends after the call, unless it was cancelled or waits for its turn.
+        tells = way.done() or call.is_in_worker
+        is_made = tells and not call.must_tell_its_end()
+        if is_made:
             way.cancel()
-        both: list[asyncio.Future[Any]] = [outcome, way]
-        timeout = None if call.begun else pause
-        pause = min(2 * pause, LAST_CHECK)
         try:
-            await clock.wait_for_any(
-                list(one for one in both if not one.done()), timeout
-            )
+            if not (is_made and way.done()):
+                # A signal handler may raise in a callback that would set it.
+                await clock.wait_for(changed, pause)
+                changed.clear()
         except asyncio.CancelledError as error:
             cancelled = error
         except GeneratorExit:
@@ -148,11 +153,12 @@ async def run_in_sync_thread(
             if not (way.done() or way.get_loop().is_running()):
                 _abandon(way)
             raise
+        pause = min(2 * pause, LAST_CHECK)
         no_way = way.exception() if way.done() and not way.cancelled() else None
         if call.begun or call.is_in_worker:
-            if no_way and not (call.is_in_worker or outcome.done()):
-                # A signal handler raised before the outcome was stored.
-                outcome.set_exception(no_way)
+            if no_way and not (call.is_in_worker or call.answer is not None):
+                # A signal handler raised before the answer was stored.
+                call.answer = None, no_way
             continue
         if in_transaction_only:
             if no_way is not None:
@@ -160,9 +166,35 @@ async def run_in_sync_thread(
         elif no_way is not None or _is_blocked(call.place):
             call.run_in_worker()
     if cancelled is not None:
-        outcome.exception()
         raise cancelled
-    return outcome.result()
+    result, failure = call.answer
+    if failure is None:
+        return cast("T", result)
+    try:
+        raise failure
+    finally:
+        # The traceback refers to this frame.
+        del call, way, no_way, failure
+
+
+def _start(call: _Call[Any], changed: asyncio.Event) -> asyncio.Task[None]:
+    """Begin the way of a call to its thread, at whose end the event is set."""
+    way = asyncio.create_task(_make([call]))
+    _ways.add(way)
+    way.add_done_callback(partial(_end_way, weakref.ref(changed)))
+    return way
+
+
+@sync_to_async
+def _make(calls: list[_Call[Any]]) -> None:
+    """Make the only call, unless the spare thread has begun it."""
+    calls.pop()()
+
+
+def _end_way(changed: weakref.ref[asyncio.Event], way: asyncio.Task[None]) -> None:
+    _ways.discard(way)
+    if (event := changed()) is not None:
+        event.set()
 
 
 def _abandon(task: asyncio.Task[None]) -> None:
@@ -171,6 +203,7 @@ def _abandon(task: asyncio.Task[None]) -> None:
     The garbage collector would close it in the middle of any code. Its last lines
     restore context variables, and CPython crashes if that is within another ``set()``.
     """
+    _ways.discard(task)
     # If the loop runs again, the task finds its coroutine closed.
     task.add_done_callback(lambda one: one.cancelled() or one.exception())
     with suppress(RuntimeError, ValueError):
@@ -260,36 +293,42 @@ async def make_undoable(
 class _Call(Generic[T]):
     """One call, made by the first thread that reaches it."""
 
-    def __init__(self, function: Callable[[], T]) -> None:
-        self.outcome: Future[T] = Future()
+    def __init__(self, function: Callable[[], T], changed: asyncio.Event) -> None:
         self._function = function
+        # Set after the answer. The coroutine of the caller waits for it.
+        self._changed = changed
         executor = getattr(AsyncToSync.executors, "current", None)
-        self.place = _place_in(executor, _get_running_loop())
+        self._loop = asyncio.get_running_loop()
+        self.place = _place_in(executor, self._loop)
         self._turn = threading.Lock()
-        self.is_in_worker = False
+        self.is_in_worker = self._tells_its_end = False
+        # The result and the error. An interrupt leaves no lock behind here.
+        self.answer: tuple[T | None, BaseException | None] | None = None
 
     @property
     def begun(self) -> bool:
         return self._turn.locked()
 
+    def must_tell_its_end(self) -> bool:
+        """Let the call report its end. Return whether it has not ended."""
+        # The thread stores the answer before it looks.
+        self._tells_its_end = True
+        return self.answer is None
+
     def __call__(self) -> None:
         if not self._turn.acquire(blocking=False):
             return
+        answer: tuple[T | None, BaseException | None]
         try:
             if not self.is_in_worker:
                 thread = threading.current_thread()
                 _sync_threads[self.place] = None if open_connections() else thread
-            result = self._function()
-        except StopIteration as error:
-            # Some versions of Python cannot pass it on to a task, which would wait
-            # without end.
-            stopped = RuntimeError("The function raised StopIteration")
-            stopped.__cause__ = error
-            self.outcome.set_exception(stopped)
+            answer = self._function(), None
         except BaseException as error:  # noqa: BLE001 (passed to the caller)
-            self.outcome.set_exception(error)
-        else:
-            self.outcome.set_result(result)
+            answer = None, error
+        self.answer = answer
+        if self._tells_its_end:
+            clock.call_in(self._loop, self._changed.set)
 
     def run_in_worker(self) -> None:
         """Make the call in the spare thread, on a connection of its own."""
