@@ -134,6 +134,24 @@ def test_an_interrupt_at_any_moment_of_a_coroutine_leaves_no_key(
 
 
 @pytest.mark.front
+def test_an_interrupt_within_the_wakeup_of_a_coroutine_does_not_stop_it(monkeypatch):
+    """The loop logs the error. The next wakeup finds the event set already."""
+    set_event = asyncio.Event.set
+
+    def interrupted(event):
+        monkeypatch.setattr(asyncio.Event, "set", set_event)
+        event._value = True
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(asyncio.Event, "set", interrupted)
+    with closing(asyncio.new_event_loop()) as loop:
+        task = loop.create_task(db_lock("stock:7", using="memory").aacquire())
+        loop.run_until_complete(asyncio.wait([task], timeout=20))
+        assert task.done()
+        loop.run_until_complete(task.result().arelease())
+
+
+@pytest.mark.front
 def test_a_waiting_thread_leaves_asgiref_s_lock_alone(monkeypatch):
     """An interrupt could leave it locked, and other threads would wait without end."""
 
