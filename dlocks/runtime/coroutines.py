@@ -137,13 +137,15 @@ async def run_in_sync_thread(
             # A loop that ends all of its tasks has cancelled this one.
             way = _start(call, changed)
         # The task ends after the call, unless it was cancelled or waits for its turn.
-        tells = way.done() or call.is_in_worker
-        is_made = tells and not call.must_tell_its_end()
-        if is_made:
+        if way.done() or call.is_in_worker:
+            call.tells_its_end = True
+        # The thread stores the answer before it looks.
+        if is_made := call.answer is not None:
             way.cancel()
         try:
             if not (is_made and way.done()):
-                # A signal handler may raise in a callback that would set it.
+                # A signal handler may raise in a callback that would set it, or that
+                # would end the task.
                 await clock.wait_for(changed, pause)
                 changed.clear()
         except asyncio.CancelledError as error:
@@ -301,19 +303,14 @@ class _Call(Generic[T]):
         self._loop = asyncio.get_running_loop()
         self.place = _place_in(executor, self._loop)
         self._turn = threading.Lock()
-        self.is_in_worker = self._tells_its_end = False
+        # ``tells_its_end`` says whether its end is reported to the loop.
+        self.is_in_worker = self.tells_its_end = False
         # The result and the error. An interrupt leaves no lock behind here.
         self.answer: tuple[T | None, BaseException | None] | None = None
 
     @property
     def begun(self) -> bool:
         return self._turn.locked()
-
-    def must_tell_its_end(self) -> bool:
-        """Let the call report its end. Return whether it has not ended."""
-        # The thread stores the answer before it looks.
-        self._tells_its_end = True
-        return self.answer is None
 
     def __call__(self) -> None:
         if not self._turn.acquire(blocking=False):
@@ -327,7 +324,7 @@ class _Call(Generic[T]):
         except BaseException as error:  # noqa: BLE001 (passed to the caller)
             answer = None, error
         self.answer = answer
-        if self._tells_its_end:
+        if self.tells_its_end:
             clock.call_in(self._loop, self._changed.set)
 
     def run_in_worker(self) -> None:

@@ -152,6 +152,23 @@ def test_an_interrupt_within_the_wakeup_of_a_coroutine_does_not_stop_it(monkeypa
 
 
 @pytest.mark.front
+def test_an_interrupt_in_the_loop_s_own_callback_does_not_stop_a_coroutine(monkeypatch):
+    """The loop logs the error. The task that asgiref waits in never ends by itself."""
+    copy_state = asyncio.futures._copy_future_state
+
+    def interrupted(*_):
+        monkeypatch.setattr(asyncio.futures, "_copy_future_state", copy_state)
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(asyncio.futures, "_copy_future_state", interrupted)
+    with closing(asyncio.new_event_loop()) as loop:
+        task = loop.create_task(db_lock("stock:7", using="memory").aacquire())
+        loop.run_until_complete(asyncio.wait([task], timeout=20))
+        assert task.done()
+        loop.run_until_complete(task.result().arelease())
+
+
+@pytest.mark.front
 def test_a_waiting_thread_leaves_asgiref_s_lock_alone(monkeypatch):
     """An interrupt could leave it locked, and other threads would wait without end."""
 
