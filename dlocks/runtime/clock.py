@@ -82,7 +82,7 @@ async def wait_for(event: asyncio.Event, seconds: float | None) -> None:
     """
     timer = None
     if seconds is not None:
-        timer = asyncio.get_running_loop().call_later(seconds, _set_again, event)
+        timer = asyncio.get_running_loop().call_later(seconds, set_again, event)
     try:
         await event.wait()
     finally:
@@ -90,7 +90,7 @@ async def wait_for(event: asyncio.Event, seconds: float | None) -> None:
             timer.cancel()
 
 
-def _set_again(event: asyncio.Event) -> None:
+def set_again(event: asyncio.Event) -> None:
     """Set an event, even if an interrupt has ended ``set()`` before it woke anyone."""
     event.clear()
     event.set()

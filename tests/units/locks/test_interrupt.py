@@ -152,6 +152,30 @@ def test_an_interrupt_within_the_wakeup_of_a_coroutine_does_not_stop_it(monkeypa
 
 
 @pytest.mark.front
+def test_an_interrupt_within_the_wakeup_of_a_waiter_does_not_stop_it(monkeypatch):
+    """It waits without a limit, so no timer of its own wakes it."""
+    set_event = asyncio.Event.set
+
+    def interrupted(event):
+        monkeypatch.setattr(asyncio.Event, "set", set_event)
+        event._value = True
+        raise ZeroDivisionError
+
+    lock = db_lock("stock:7", using="memory", timeout=None)
+    with closing(asyncio.new_event_loop()) as loop:
+        hold = lock.acquire()
+        task = loop.create_task(lock.aacquire())
+        while not hold.queue_length():
+            loop.run_until_complete(asyncio.sleep(0.05))
+        loop.run_until_complete(asyncio.sleep(0.2))
+        monkeypatch.setattr(asyncio.Event, "set", interrupted)
+        hold.release()
+        loop.run_until_complete(asyncio.wait([task], timeout=20))
+        assert task.done()
+        loop.run_until_complete(task.result().arelease())
+
+
+@pytest.mark.front
 def test_an_interrupt_in_the_loop_s_own_callback_does_not_stop_a_coroutine(monkeypatch):
     """The loop logs the error. The task that asgiref waits in never ends by itself."""
     copy_state = asyncio.futures._copy_future_state
