@@ -40,10 +40,6 @@ _waiting: list[Any] = []
 # None if the last call was in a transaction.
 _sync_threads = weakref.WeakKeyDictionary[Any, threading.Thread | None]()
 _spare: ThreadPoolExecutor
-# The tasks that bring calls to Django's thread. A coroutine whose loop was closed must
-# close its own before the garbage collector does. So the task is kept here, and has no
-# reference to that coroutine once the call has begun.
-_ways = set[Any]()
 
 
 def refuse_in_a_coroutine(instead: str) -> None:
@@ -135,7 +131,8 @@ async def run_in_sync_thread(
     while way is None or call.answer is None or not way.done():
         if way is None or (way.cancelled() and not call.begun):
             # A loop that ends all of its tasks has cancelled this one.
-            way = _start(call, changed)
+            way = asyncio.create_task(_make(call))
+            way.add_done_callback(lambda _: changed.set())
         # The task ends after the call, unless it was cancelled or waits for its turn.
         if way.done() or call.is_in_worker:
             call.tells_its_end = True
@@ -179,24 +176,10 @@ async def run_in_sync_thread(
         del call, way, no_way, failure
 
 
-def _start(call: _Call[Any], changed: asyncio.Event) -> asyncio.Task[None]:
-    """Begin the way of a call to its thread, at whose end the event is set."""
-    way = asyncio.create_task(_make([call]))
-    _ways.add(way)
-    way.add_done_callback(partial(_end_way, weakref.ref(changed)))
-    return way
-
-
 @sync_to_async
-def _make(calls: list[_Call[Any]]) -> None:
-    """Make the only call, unless the spare thread has begun it."""
-    calls.pop()()
-
-
-def _end_way(changed: weakref.ref[asyncio.Event], way: asyncio.Task[None]) -> None:
-    _ways.discard(way)
-    if (event := changed()) is not None:
-        event.set()
+def _make(call: _Call[Any]) -> None:
+    """Make a call, unless the spare thread has begun it."""
+    call()
 
 
 def _abandon(task: asyncio.Task[None]) -> None:
@@ -205,7 +188,6 @@ def _abandon(task: asyncio.Task[None]) -> None:
     The garbage collector would close it in the middle of any code. Its last lines
     restore context variables, and CPython crashes if that is within another ``set()``.
     """
-    _ways.discard(task)
     # If the loop runs again, the task finds its coroutine closed.
     task.add_done_callback(lambda one: one.cancelled() or one.exception())
     with suppress(RuntimeError, ValueError):

@@ -9,7 +9,6 @@ import contextlib
 import gc
 import threading
 import weakref
-from contextvars import ContextVar
 
 import pytest
 from asgiref.sync import sync_to_async
@@ -266,35 +265,6 @@ def test_a_coroutine_that_is_closed_in_another_loop_frees_all_of_its_keys(
         asyncio.run(other(loop.run_until_complete(main())))
         for key in "ab":
             until(lambda key=key: not is_busy(key, using="memory"), 5)
-
-
-@pytest.mark.front
-def test_a_request_of_a_closed_loop_changes_no_context_of_another_loop(stops):
-    """Its task becomes garbage while another task runs in the same thread."""
-    whose = ContextVar("whose")
-    stop = stops.at("holder", "memory")
-
-    async def ask():
-        whose.set("closed loop")
-        await db_lock("a", using="memory").alocked()
-
-    async def main():
-        task = asyncio.create_task(ask())
-        await asyncio.to_thread(stop.wait)
-        return weakref.ref(task)
-
-    async def other():
-        whose.set("this loop")
-        while closed() is not None:
-            gc.collect()
-            await asyncio.sleep(0.001)
-        return whose.get()
-
-    with new_loop() as loop:
-        closed = loop.run_until_complete(main())
-        loop.run_until_complete(loop.shutdown_default_executor())
-    stop.go_on()
-    assert asyncio.run(asyncio.wait_for(other(), 5)) == "this loop"
 
 
 async def detach(lock, text):
