@@ -131,7 +131,7 @@ class Store:
         self, keys: Sequence[str], queues: Sequence[str], asked_at: float | None
     ) -> dict[str, Key]:
         # The claims come first. One that is granted in between is found in the row.
-        claims = self._claims_of(queues) if queues else {}
+        claims = self._claims_of(queues)
         shown = {}
         if asked_at is None and self.session.engine.vendor == "postgresql":
             shown = {"is_kept": IS_IN_TRANSACTION}
