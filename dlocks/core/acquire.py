@@ -315,7 +315,7 @@ class TaskWakeup:
         self._event = asyncio.Event()
 
     def wake(self) -> None:
-        clock.call_in(self._loop, partial(clock.set_again, self._event))
+        clock.call_in(self._loop, self._event.set)
 
     async def rest(self, seconds: float | None) -> None:
         await clock.arest(self._event, seconds)

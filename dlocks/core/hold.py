@@ -311,13 +311,8 @@ class Hold:
     async def __aexit__(
         self, kind: object, error: BaseException | None, traceback: object
     ) -> None:
-        block = None
-        try:
-            block = self._blocks.to_end(sys._getframe().f_back, self.key)
-            await aleave_block(self._blocks, block, error)
-        except BaseException:
-            aleave_interrupted(self._blocks, block, sys._getframe().f_back, error)
-            raise
+        block = self._blocks.to_end(sys._getframe().f_back, self.key)
+        await aleave_block(self._blocks, block, error)
 
     # Internal methods.
 
@@ -468,7 +463,7 @@ async def aleave_block(
     """Leave the entries of a block of a coroutine."""
     leave, hold = partial(leave_block, blocks, block, error), block.hold
     leave_later = partial(keeper.post, leave, hold.backend)
-    if isinstance(error, GeneratorExit) and not _runs_in_loop_of(block.caller):
+    if isinstance(error, GeneratorExit) and _get_running_loop() is None:
         # The coroutine is closed outside of its loop. Nothing can be awaited.
         leave_later()
         return
@@ -476,28 +471,6 @@ async def aleave_block(
     await make_undoable(
         leave, leave, leave_later, in_transaction=hold.scope == "transaction"
     )
-
-
-def aleave_interrupted(
-    blocks: Blocks,
-    block: Block | None,
-    frame: FrameType | None,
-    error: BaseException | None,
-) -> None:
-    """Let a worker leave a block whose ``__aexit__()`` an interrupt has ended."""
-    with suppress(RuntimeError):
-        block = block or blocks.to_end(frame, "")
-        if block in blocks.open and block.hold.scope == "lease":
-            leave = partial(leave_block, blocks, block, error)
-            keeper.post(leave, block.hold.backend)
-
-
-def _runs_in_loop_of(caller: Any) -> bool:
-    """Return whether this is the event loop of a task, and not another one."""
-    loop = _get_running_loop()
-    if loop is None or not hasattr(caller, "get_loop"):
-        return False
-    return bool(caller.get_loop() is loop)
 
 
 def leave_entries(entries: Sequence[Entry], *, failed: bool, block: bool) -> None:

@@ -31,7 +31,6 @@ from dlocks.core.claims import hold_at
 from dlocks.core.hold import (
     Hold,
     aleave_block,
-    aleave_interrupted,
     leave_block,
     leave_entries,
     leave_interrupted,
@@ -274,13 +273,8 @@ class Lock(LockPolicy):
     async def __aexit__(
         self, kind: object, error: BaseException | None, traceback: object
     ) -> None:
-        block = None
-        try:
-            block = self._blocks.to_end(sys._getframe().f_back, self.key)
-            await aleave_block(self._blocks, block, error)
-        except BaseException:
-            aleave_interrupted(self._blocks, block, sys._getframe().f_back, error)
-            raise
+        block = self._blocks.to_end(sys._getframe().f_back, self.key)
+        await aleave_block(self._blocks, block, error)
 
     # Internal methods.
 
@@ -355,13 +349,8 @@ class Lock(LockPolicy):
         acquiring.add(caller)
         try:
             hold: Hold = await adrive(acquisition)
+        finally:
             acquiring.discard(caller)
-        except BaseException:
-            acquiring.discard(caller)
-            if acquisition.result is not None:
-                # An interrupt has come after the grant.
-                acquisition.cancel_later()
-            raise
         return hold
 
 

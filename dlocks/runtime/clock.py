@@ -82,18 +82,12 @@ async def wait_for(event: asyncio.Event, seconds: float | None) -> None:
     """
     timer = None
     if seconds is not None:
-        timer = asyncio.get_running_loop().call_later(seconds, set_again, event)
+        timer = asyncio.get_running_loop().call_later(seconds, event.set)
     try:
         await event.wait()
     finally:
         if timer is not None:
             timer.cancel()
-
-
-def set_again(event: asyncio.Event) -> None:
-    """Set an event, even if an interrupt has ended ``set()`` before it woke anyone."""
-    event.clear()
-    event.set()
 
 
 async def wait_for_any(

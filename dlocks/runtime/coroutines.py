@@ -9,7 +9,7 @@ import threading
 import weakref
 from asyncio import _get_running_loop
 from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,8 +26,8 @@ from dlocks.transactions import open_connections
 
 T = TypeVar("T")
 
-# Seconds after which a call checks its state, and whether Django's thread waits for a
-# lock. Each check doubles them, because a thousand calls may wait for their turn.
+# Seconds after which a call checks whether Django's thread waits for a lock. Each check
+# doubles them, because a thousand calls may wait for their turn.
 FIRST_CHECK, LAST_CHECK = 0.05, 0.8
 
 # Tasks that are acquiring a lock. Weak, because a task whose loop was closed never
@@ -120,44 +120,38 @@ async def run_in_sync_thread(
     thread that is only busy may be in a transaction, which the spare thread cannot see.
     ``in_transaction_only`` forbids it, for the work of a transaction.
     """
-    changed = asyncio.Event()
-    call = _Call(function, changed)
+    call = _Call(function)
+    outcome = asyncio.wrap_future(call.outcome)
     way: asyncio.Task[None] | None = None
     cancelled: asyncio.CancelledError | None = None
     pause = FIRST_CHECK
     # A loop may end, so the task must not stay unfinished. The thread that collects it
     # as garbage would run its last lines, and get the context variables that they
     # restore.
-    while way is None or call.answer is None or not way.done():
+    while way is None or not (outcome.done() and way.done()):
         if way is None or (way.cancelled() and not call.begun):
             # A loop that ends all of its tasks has cancelled this one.
-            way = asyncio.create_task(_make(call))
-            way.add_done_callback(lambda _: changed.set())
-        # The task ends after the call, unless it was cancelled or waits for its turn.
-        if way.done() or call.is_in_worker:
-            call.tells_its_end = True
-        # The thread stores the answer before it looks.
-        if is_made := call.answer is not None:
+            way = asyncio.create_task(sync_to_async(call)())
+        if outcome.done() and call.is_in_worker:
             way.cancel()
+        both: list[asyncio.Future[Any]] = [outcome, way]
+        timeout = None if call.begun else pause
+        pause = min(2 * pause, LAST_CHECK)
         try:
-            if not (is_made and way.done()):
-                # A signal handler may raise in a callback that would set it, or that
-                # would end the task.
-                await clock.wait_for(changed, pause)
-                changed.clear()
+            await clock.wait_for_any(
+                list(one for one in both if not one.done()), timeout
+            )
         except asyncio.CancelledError as error:
             cancelled = error
         except GeneratorExit:
-            # Another loop may run here.
-            if not (way.done() or way.get_loop().is_running()):
+            if _get_running_loop() is None:
                 _abandon(way)
             raise
-        pause = min(2 * pause, LAST_CHECK)
         no_way = way.exception() if way.done() and not way.cancelled() else None
         if call.begun or call.is_in_worker:
-            if no_way and not (call.is_in_worker or call.answer is not None):
-                # A signal handler raised before the answer was stored.
-                call.answer = None, no_way
+            if no_way and not (call.is_in_worker or outcome.done()):
+                # A signal handler raised before the outcome was stored.
+                outcome.set_exception(no_way)
             continue
         if in_transaction_only:
             if no_way is not None:
@@ -165,21 +159,9 @@ async def run_in_sync_thread(
         elif no_way is not None or _is_blocked(call.place):
             call.run_in_worker()
     if cancelled is not None:
+        outcome.exception()
         raise cancelled
-    result, failure = call.answer
-    if failure is None:
-        return cast("T", result)
-    try:
-        raise failure
-    finally:
-        # The traceback refers to this frame.
-        del call, way, no_way, failure
-
-
-@sync_to_async
-def _make(call: _Call[Any]) -> None:
-    """Make a call, unless the spare thread has begun it."""
-    call()
+    return outcome.result()
 
 
 def _abandon(task: asyncio.Task[None]) -> None:
@@ -217,14 +199,7 @@ class Undoable:
                 raise
             except BaseException:
                 # Cancelled, or a signal handler has raised in the thread of a request.
-                try:
-                    await self.make(self.undo)
-                except GeneratorExit:
-                    raise
-                except BaseException:
-                    # Once more, because an interrupt may have hit the first call.
-                    await self.make(self.undo)
-                    raise
+                await self.make(self.undo)
                 raise
         except GeneratorExit:
             # For example, the garbage collector closes a task whose loop was closed.
@@ -277,18 +252,13 @@ async def make_undoable(
 class _Call(Generic[T]):
     """One call, made by the first thread that reaches it."""
 
-    def __init__(self, function: Callable[[], T], changed: asyncio.Event) -> None:
+    def __init__(self, function: Callable[[], T]) -> None:
+        self.outcome: Future[T] = Future()
         self._function = function
-        # Set after the answer. The coroutine of the caller waits for it.
-        self._changed = changed
         executor = getattr(AsyncToSync.executors, "current", None)
-        self._loop = asyncio.get_running_loop()
-        self.place = _place_in(executor, self._loop)
+        self.place = _place_in(executor, _get_running_loop())
         self._turn = threading.Lock()
-        # ``tells_its_end`` says whether its end is reported to the loop.
-        self.is_in_worker = self.tells_its_end = False
-        # The result and the error. An interrupt leaves no lock behind here.
-        self.answer: tuple[T | None, BaseException | None] | None = None
+        self.is_in_worker = False
 
     @property
     def begun(self) -> bool:
@@ -297,17 +267,15 @@ class _Call(Generic[T]):
     def __call__(self) -> None:
         if not self._turn.acquire(blocking=False):
             return
-        answer: tuple[T | None, BaseException | None]
         try:
             if not self.is_in_worker:
                 thread = threading.current_thread()
                 _sync_threads[self.place] = None if open_connections() else thread
-            answer = self._function(), None
+            result = self._function()
         except BaseException as error:  # noqa: BLE001 (passed to the caller)
-            answer = None, error
-        self.answer = answer
-        if self.tells_its_end:
-            clock.call_in(self._loop, self._changed.set)
+            self.outcome.set_exception(error)
+        else:
+            self.outcome.set_result(result)
 
     def run_in_worker(self) -> None:
         """Make the call in the spare thread, on a connection of its own."""

@@ -236,37 +236,6 @@ def test_a_block_that_is_closed_outside_of_its_loop_frees_its_key(case, until, i
         until(lambda: not is_busy("a", using="memory"), 5)
 
 
-@pytest.mark.front
-@for_each("of_hold", [False, True])
-def test_a_coroutine_that_is_closed_in_another_loop_frees_all_of_its_keys(
-    of_hold, until, is_busy
-):
-    """Its own loop has stopped, so nothing can be awaited at the end of its blocks."""
-
-    async def block(key):
-        lock = db_lock(key, using="memory")
-        return await lock.aacquire() if of_hold else lock
-
-    async def work(entered):
-        async with await block("a"), await block("b"):
-            entered.set()
-            await asyncio.Event().wait()
-
-    async def main():
-        entered = asyncio.Event()
-        task = asyncio.create_task(work(entered))
-        await entered.wait()
-        return task
-
-    async def other(task):
-        task.get_coro().close()
-
-    with new_loop() as loop:
-        asyncio.run(other(loop.run_until_complete(main())))
-        for key in "ab":
-            until(lambda key=key: not is_busy(key, using="memory"), 5)
-
-
 async def detach(lock, text):
     await (await lock.aacquire()).adetach(within=60)
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
-from contextlib import closing
-from functools import partial
 
 import pytest
 from asgiref.sync import AsyncToSync, async_to_sync
@@ -18,7 +15,7 @@ from tests.for_each import for_each
 from tests.internals import backends, call_as_writer, coroutines
 from tests.volume import volume
 
-pytest_plugins = ["tests.alarms", "tests.moments"]
+pytest_plugins = ["tests.alarms"]
 pytestmark = pytest.mark.django_db(transaction=True)
 
 
@@ -50,18 +47,12 @@ def test_an_interrupted_call_of_a_coroutine_ends(when, monkeypatch, is_busy):
 @pytest.mark.front
 @for_each(
     "case",
-    [
-        ("wait", "before"),
-        ("block", "before"),
-        ("block", "after"),
-        ("detach", "after"),
-        ("resume", "after"),
-    ],
+    [("block", "before"), ("block", "after"), ("detach", "after"), ("resume", "after")],
 )
 def test_an_interrupted_call_leaves_no_key_while_its_loop_runs(
-    case, monkeypatch, is_busy, in_other_thread
+    case, monkeypatch, is_busy
 ):
-    """No caller receives the text, or the hold, nor waits any more."""
+    """No caller receives the text, or the hold."""
     what, when = case
     lock, call = db_lock("stock:7"), coroutines._Call.__call__
 
@@ -75,22 +66,7 @@ def test_an_interrupted_call_leaves_no_key_while_its_loop_runs(
 
         monkeypatch.setattr(coroutines._Call, "__call__", interrupted)
 
-    async def wait():
-        hold = await asyncio.to_thread(in_other_thread, lock.acquire)
-        task = asyncio.create_task(lock.aacquire())
-        while not await hold.aqueue_length():
-            await asyncio.sleep(0.005)
-        interrupt()
-        task.cancel()
-        try:
-            await task
-        finally:
-            await hold.arelease()
-
     async def use():
-        if what == "wait":
-            await wait()
-            return
         if what == "block":
             async with lock:
                 interrupt()
@@ -109,87 +85,6 @@ def test_an_interrupted_call_leaves_no_key_while_its_loop_runs(
             return await asyncio.to_thread(is_busy)
 
     assert not async_to_sync(main)()
-
-
-# An inner coroutine may not have begun.
-@pytest.mark.filterwarnings("ignore:coroutine '.*' was never awaited:RuntimeWarning")
-@pytest.mark.front
-def test_an_interrupt_at_any_moment_of_a_coroutine_leaves_no_key(
-    strike_in_dlocks, is_busy, until
-):
-    """Its event loop goes on, so nothing else frees the key."""
-    lock = db_lock("stock:7", using="memory")
-    with closing(asyncio.new_event_loop()) as loop:
-        for number in itertools.count():
-            task = loop.create_task(lock.aacquire())
-            end = partial(loop.run_until_complete, asyncio.wait([task], timeout=20))
-            if not strike_in_dlocks(number, end, None, ("core", "runtime")):
-                break
-            if task.exception() is None:
-                # It was raised in a callback, and the loop has logged it.
-                loop.run_until_complete(task.result().arelease())
-            until(lambda: not is_busy("stock:7", "memory"), 5)
-        assert number > 50
-        loop.run_until_complete(task.result().arelease())
-
-
-@pytest.mark.front
-def test_an_interrupt_within_the_wakeup_of_a_coroutine_does_not_stop_it(monkeypatch):
-    """The loop logs the error. The next wakeup finds the event set already."""
-    set_event = asyncio.Event.set
-
-    def interrupted(event):
-        monkeypatch.setattr(asyncio.Event, "set", set_event)
-        event._value = True
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(asyncio.Event, "set", interrupted)
-    with closing(asyncio.new_event_loop()) as loop:
-        task = loop.create_task(db_lock("stock:7", using="memory").aacquire())
-        loop.run_until_complete(asyncio.wait([task], timeout=20))
-        assert task.done()
-        loop.run_until_complete(task.result().arelease())
-
-
-@pytest.mark.front
-def test_an_interrupt_within_the_wakeup_of_a_waiter_does_not_stop_it(monkeypatch):
-    """It waits without a limit, so no timer of its own wakes it."""
-    set_event = asyncio.Event.set
-
-    def interrupted(event):
-        monkeypatch.setattr(asyncio.Event, "set", set_event)
-        event._value = True
-        raise ZeroDivisionError
-
-    lock = db_lock("stock:7", using="memory", timeout=None)
-    with closing(asyncio.new_event_loop()) as loop:
-        hold = lock.acquire()
-        task = loop.create_task(lock.aacquire())
-        while not hold.queue_length():
-            loop.run_until_complete(asyncio.sleep(0.05))
-        loop.run_until_complete(asyncio.sleep(0.2))
-        monkeypatch.setattr(asyncio.Event, "set", interrupted)
-        hold.release()
-        loop.run_until_complete(asyncio.wait([task], timeout=20))
-        assert task.done()
-        loop.run_until_complete(task.result().arelease())
-
-
-@pytest.mark.front
-def test_an_interrupt_in_the_loop_s_own_callback_does_not_stop_a_coroutine(monkeypatch):
-    """The loop logs the error. The task that asgiref waits in never ends by itself."""
-    copy_state = asyncio.futures._copy_future_state
-
-    def interrupted(*_):
-        monkeypatch.setattr(asyncio.futures, "_copy_future_state", copy_state)
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(asyncio.futures, "_copy_future_state", interrupted)
-    with closing(asyncio.new_event_loop()) as loop:
-        task = loop.create_task(db_lock("stock:7", using="memory").aacquire())
-        loop.run_until_complete(asyncio.wait([task], timeout=20))
-        assert task.done()
-        loop.run_until_complete(task.result().arelease())
 
 
 @pytest.mark.front

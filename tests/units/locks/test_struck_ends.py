@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import itertools
-from contextlib import closing
 from functools import partial
 
 import pytest
@@ -13,7 +11,6 @@ from django.http import StreamingHttpResponse
 from django.test import RequestFactory
 
 from dlocks import db_lock, locked_view
-from tests.for_each import for_each
 from tests.internals import requests
 
 pytest_plugins = ["tests.moments"]
@@ -26,8 +23,8 @@ LOCK = db_lock("stock:7", using="memory")
 def end_at_each_moment(strike_in_dlocks, is_busy, until):
     """Return a function that interrupts an end, and waits until the key is free."""
 
-    def end(begin, within, first=0):
-        for number in itertools.count(first):
+    def end(begin, within):
+        for number in itertools.count():
             struck = strike_in_dlocks(number, begin(), None, within)
             # A traceback refers to what has ended.
             gc.collect()
@@ -65,29 +62,3 @@ def test_the_end_of_a_block_within_a_request(end_at_each_moment):
         return partial(requests.request, generator.close)
 
     end_at_each_moment(begin, ("core/hold", "core/life"))
-
-
-# An inner coroutine may not have begun.
-@pytest.mark.filterwarnings("ignore:coroutine '.*' was never awaited:RuntimeWarning")
-@for_each("of_hold", [False, True])
-def test_the_end_of_a_block_of_a_coroutine(of_hold, end_at_each_moment):
-    """Its event loop goes on, so nothing else frees the key."""
-
-    async def work(entered, leave):
-        async with await LOCK.aacquire() if of_hold else LOCK:
-            entered.set()
-            await leave.wait()
-
-    with closing(asyncio.new_event_loop()) as loop:
-
-        def begin():
-            entered, leave = asyncio.Event(), asyncio.Event()
-            task = loop.create_task(work(entered, leave))
-            loop.run_until_complete(entered.wait())
-            leave.set()
-            # That it has failed is no news here.
-            task.add_done_callback(asyncio.Task.exception)
-            return partial(loop.run_until_complete, asyncio.wait([task], timeout=20))
-
-        # A signal before the first line of ``__aexit__()`` cannot be handled.
-        end_at_each_moment(begin, ("core", "runtime"), first=1)

@@ -18,15 +18,15 @@ pytestmark = [pytest.mark.front, pytest.mark.django_db(transaction=True)]
 
 async def test_a_call_checks_a_busy_thread_less_and_less_often(monkeypatch):
     """A thousand tasks that wait for their turn need little processor time."""
-    wait, pauses, go_on = clock.wait_for, [], threading.Event()
+    wait, pauses, go_on = clock.wait_for_any, [], threading.Event()
 
-    async def look(event, seconds):
+    async def look(futures, seconds):
         pauses.append(seconds)
         if len(pauses) == 4:
             go_on.set()
-        await wait(event, seconds)
+        await wait(futures, seconds)
 
-    monkeypatch.setattr(clock, "wait_for", look)
+    monkeypatch.setattr(clock, "wait_for_any", look)
     sibling = asyncio.create_task(sync_to_async(go_on.wait)(30))
     await asyncio.sleep(0)
     async with db_lock("stock:7", using="memory"):
