@@ -272,6 +272,12 @@ class _Call(Generic[T]):
                 thread = threading.current_thread()
                 _sync_threads[self.place] = None if open_connections() else thread
             result = self._function()
+        except StopIteration as error:
+            # Some versions of Python cannot pass it on to a task, which would wait
+            # without end.
+            stopped = RuntimeError("The function raised StopIteration")
+            stopped.__cause__ = error
+            self.outcome.set_exception(stopped)
         except BaseException as error:  # noqa: BLE001 (passed to the caller)
             self.outcome.set_exception(error)
         else:

@@ -1,7 +1,8 @@
 """hold.atomic(): work commits under the lock, or not at all."""
 
+import asyncio
 import time
-from contextlib import nullcontext, suppress
+from contextlib import closing, nullcontext, suppress
 
 import pytest
 from django.db import IntegrityError, connection, transaction
@@ -512,6 +513,22 @@ async def test_a_coroutine_calls_a_guarded_function(row):
             await hold.aatomic(counter.asave)
         await hold.aatomic(counter.save)
     assert (await stock.aget()).value == 5
+
+
+@pytest.mark.front
+def test_a_guarded_function_that_finds_nothing_ends_its_block(is_busy):
+    """It raises StopIteration, which some versions of Python pass on to no task."""
+
+    async def work():
+        async with db_lock("stock", using="memory") as hold:
+            await hold.aatomic(next, iter([]))
+
+    with closing(asyncio.new_event_loop()) as loop:
+        task = loop.create_task(work())
+        loop.run_until_complete(asyncio.wait([task], timeout=5))
+        with pytest.raises(RuntimeError, match="StopIteration"):
+            task.result()
+        assert not is_busy("stock", using="memory")
 
 
 def test_an_error_of_a_guard_propagates_without_a_connection(row):
