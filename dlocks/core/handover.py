@@ -17,7 +17,7 @@ from dlocks.core.hold import Hold
 from dlocks.core.lock import Lock
 from dlocks.exceptions import LockLost
 from dlocks.runtime import clock
-from dlocks.runtime.coroutines import make_undoable
+from dlocks.runtime.coroutines import make_undoable, refuse_in_a_coroutine
 from dlocks.runtime.requests import refuse_nested
 
 
@@ -32,6 +32,7 @@ def resume_hold(text: str, *, on_lost: Callable[[Hold], object] | None = None) -
     already resumed. Raise ``django.core.signing.BadSignature`` if this project did not
     sign the text. ``on_lost`` is that of ``db_lock()``, which the text cannot contain.
     """
+    refuse_in_a_coroutine("'await aresume_hold(text)'")
     acquisition, data = _acquisition(text, on_lost)
     try:
         return _exchange(acquisition, data)

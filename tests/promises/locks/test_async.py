@@ -20,7 +20,7 @@ from django.core.exceptions import SynchronousOnlyOperation
 from django.db import connection, connections, transaction
 from django.test import AsyncClient
 
-from dlocks import LockTimeout, aresume_hold, db_lock
+from dlocks import LockTimeout, aresume_hold, db_lock, resume_hold
 from dlocks.models import LockClaim, ResourceLock
 from tests.for_each import ROWS, for_each
 from tests.models import Counter
@@ -58,6 +58,10 @@ async def test_sync_methods_are_refused_in_a_coroutine(keys, using):
     if len(keys) == 1:
         with pytest.raises(SynchronousOnlyOperation):
             hold.detach()
+        text = await hold.adetach()
+        with pytest.raises(SynchronousOnlyOperation, match="await aresume_hold"):
+            resume_hold(text)
+        hold = await aresume_hold(text)
     assert hold.held
     await hold.arelease()
     assert not hold.held
