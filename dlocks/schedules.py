@@ -17,7 +17,7 @@ from dlocks.core.options import KEYS, RUN, RunOptions, refuse_unknown
 from dlocks.core.policy import shown
 from dlocks.core.template import Template
 from dlocks.decorators import Key, LockDecorator, running
-from dlocks.exceptions import LockTimeout
+from dlocks.exceptions import LockNotAwaitable, LockTimeout
 from dlocks.runtime.connected import connection_of
 from dlocks.runtime.coroutines import run_in_sync_thread
 from dlocks.transactions import in_testcase
@@ -196,8 +196,8 @@ class SingleInstance(BaseCommand):
                         return super().execute(*args, **options)
                 finally:
                     _runs.discard(run)
-        except LockTimeout as error:
-            # A LockTimeout from the command itself concerns another lock.
+        except (LockTimeout, LockNotAwaitable) as error:
+            # An error from the command itself concerns another lock.
             if entered:
                 raise
             raise CommandError(

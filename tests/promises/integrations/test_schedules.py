@@ -399,6 +399,19 @@ def test_a_command_runs_under_a_lock_of_its_own_name():
     assert command.hold is None
 
 
+def test_a_command_that_cannot_wait_exits_with_75():
+    """As one that did not wait does. SQLite cannot wait in a transaction."""
+
+    class Command(SingleInstance, BaseCommand):
+        lock_key = "import"
+        lock_policy = {"timeout": 0.2}
+
+    with held_elsewhere("import"), transaction.atomic():
+        with pytest.raises(CommandError, match="already running") as caught:
+            call_command(Command())
+    assert caught.value.returncode == 75
+
+
 def test_a_command_that_calls_itself_exits_with_75(is_busy):
     """Its first run goes on under its lock. A caller may hold the key itself."""
     ran = []
