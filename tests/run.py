@@ -71,9 +71,6 @@ SHARES = {"sqlite": 3, "postgresql": 4, "mariadb": 2, "mysql": 1}
 # Workers for the tests of other servers, and for each engine of the newest servers.
 BACKENDS_WORKERS = 3
 NEWEST_WORKERS = 2
-# How often the whole suite repeats random events (tests/volume.py). "make nightly"
-# repeats them six times as often.
-WHOLE_VOLUME = "0.5"
 # Seconds after which a run is aborted.
 LIMIT = 40 * 60.0
 # Seconds in which the processes of an aborted run write their stacks. The machine may
@@ -121,7 +118,6 @@ def main(arguments: list[str]) -> int:
     try:
         with temporary_files():
             if not extra:
-                os.environ.setdefault("DLOCKS_TEST_VOLUME", WHOLE_VOLUME)
                 return run_side_by_side(dict(_runs(engines)), left_out)
             statuses = {engine: _run(engine, extra) for engine in engines}
     except KeyboardInterrupt:

@@ -1,7 +1,6 @@
 """How often tests repeat what happens at random.
 
-With DLOCKS_TEST_VOLUME=3, tests that use it repeat three times as much. The whole suite
-repeats half (tests/run.py).
+With DLOCKS_TEST_VOLUME=3, tests that use it repeat three times as much.
 """
 
 from __future__ import annotations
